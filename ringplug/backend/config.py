@@ -1,0 +1,335 @@
+"""Settings. The only file that reads or writes the process environment. Layer 0.
+
+A setting is taken from the explicit argument, else from ``RINGPLUG_<NAME>``, else from the
+``HOROVOD_*`` variable of the same meaning, else it is the default.
+``python -m ringplug.backend.config`` prints the table that the documentation shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ringplug.backend.errors import ConfigError
+
+__all__ = [
+    "Config",
+    "Launched",
+    "child_environment",
+    "export_ranks",
+    "launched",
+    "parse_bool",
+    "parse_bytes",
+    "parse_seconds",
+    "set_default_threads",
+    "variable",
+]
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_TIMES = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_bool(text: str) -> bool:
+    """``1/true/yes/on`` or ``0/false/no/off``."""
+    word = text.strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off", ""):
+        return False
+    raise ValueError("expected one of 1/true/yes/on or 0/false/no/off")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes, from an integer or from text such as ``64MiB`` or ``1GB``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", str(text).lower())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("expected a size such as 65536, 64MiB or 1GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_seconds(text: str | float) -> float:
+    """Seconds, from a number or from text such as ``30s``, ``500ms`` or ``10m``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
+    if match is None or match[2] not in _TIMES:
+        raise ValueError("expected a time such as 30, 30s, 500ms or 10m")
+    return float(match[1]) * _TIMES[match[2]]
+
+
+def _positive_seconds(text: str | float) -> float:
+    seconds = parse_seconds(text)
+    if seconds <= 0:
+        raise ValueError("expected more than 0 seconds")
+    return seconds
+
+
+def _positive_bytes(text: str | int) -> int:
+    size = parse_bytes(text)
+    if size <= 0:
+        raise ValueError("expected more than 0 bytes")
+    return size
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        word = str(text).strip().lower()
+        if word not in words:
+            raise ValueError("expected one of " + ", ".join(words))
+        return word
+
+    return parse
+
+
+def _optional_int(text: str) -> int | None:
+    return int(text) if str(text).strip() else None
+
+
+def _setting(
+    default: Any, parse: Callable[[Any], Any], doc: str, horovod: str = "", zero: Any = None
+) -> Any:
+    """A field of Config; `zero` is what Horovod's variable means when it is 0."""
+    return dataclasses.field(
+        default=default, metadata={"parse": parse, "doc": doc, "horovod": horovod, "zero": zero}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Every setting, once, with its parser and its description."""
+
+    control: str = _setting(
+        "auto",
+        _one_of("auto", "mpi", "alone"),
+        "Control plane: `mpi`, `alone` (a world of one), or `auto`: `mpi` when a launcher "
+        "started this process, else `alone`.",
+    )
+    transport: str = _setting(
+        "auto",
+        _one_of("auto", "alone", "shared_memory", "ring", "hierarchical"),
+        "Data plane for CPU tensors. `auto`: `shared_memory` on one host, `hierarchical` where "
+        "hosts have several ranks, else `ring`.",
+    )
+    timeout: float = _setting(
+        1800.0,
+        _positive_seconds,
+        "Deadline of every wait for other ranks; when it passes, StalledError names them.",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+        zero=1800.0,
+    )
+    stall_warning: float = _setting(
+        60.0,
+        _positive_seconds,
+        "Time after which a wait for other ranks is logged, with their names.",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS",
+        zero=60.0,
+    )
+    start_timeout: float = _setting(
+        120.0,
+        _positive_seconds,
+        "Deadline for all ranks to reach init().",
+        "HOROVOD_START_TIMEOUT",
+        zero=120.0,
+    )
+    fusion_bytes: int = _setting(
+        64 * 2**20,
+        _positive_bytes,
+        "Size of a bucket of fused tensors.",
+        "HOROVOD_FUSION_THRESHOLD",
+        zero=1,
+    )
+    first_bucket_bytes: int = _setting(
+        2**20,
+        _positive_bytes,
+        "Size of the first bucket of a plan, small so that traffic starts early.",
+    )
+    segment_bytes: int = _setting(
+        2**20,
+        _positive_bytes,
+        "Size of the pieces in which a ring sends its share, several in flight.",
+    )
+    staging_bytes: int = _setting(
+        2**20,
+        _positive_bytes,
+        "Size of the pieces in which ordinary memory passes through shared memory.",
+    )
+    compression: str = _setting(
+        "none",
+        _one_of("none", "fp16", "bf16"),
+        "What gradients are cast to on the wire, where the frontend is not told.",
+    )
+    keras_path: str = _setting(
+        "auto",
+        _one_of("auto", "ffi", "callback"),
+        "How a compiled Keras step reaches ringplug: `ffi` (an XLA custom call), `callback` "
+        "(a host callback of the framework), or `auto`: `ffi` where its start-up probe passes.",
+    )
+    log_level: str = _setting(
+        "",
+        _one_of("", "trace", "debug", "info", "warning", "error", "fatal"),
+        "Show ringplug's log from this level up on standard error.",
+        "HOROVOD_LOG_LEVEL",
+    )
+    expected_size: int | None = _setting(
+        None,
+        _optional_int,
+        "World size that the launcher started; init() refuses another one. Set by ringrun.",
+    )
+    host_id: str = _setting(
+        "",
+        str,
+        "Name of this host, where ranks on one machine should count as several hosts.",
+    )
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] | None = None, **arguments: Any) -> Config:
+        """Settings from `arguments` (None means not given), the environment, and defaults.
+
+        Raises:
+            ConfigError: A value cannot be parsed; names the setting and where it came from.
+            TypeError: An argument is not a setting.
+        """
+        env = os.environ if environ is None else environ
+        unknown = arguments.keys() - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            own, horovod = variable(field.name), field.metadata["horovod"]
+            if arguments.get(field.name) is not None:
+                source, raw = f"argument {field.name}", arguments[field.name]
+            elif own in env:
+                source, raw = own, env[own]
+            elif horovod and horovod in env:
+                source, raw = horovod, env[horovod]
+                if raw.strip() in ("0", "0.0") and field.metadata["zero"] is not None:
+                    raw = field.metadata["zero"]
+            else:
+                continue
+            try:
+                values[field.name] = field.metadata["parse"](raw)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"{source}={raw!r}: {error}") from None
+        _warn_unknown(env)
+        return cls(**values)
+
+
+def variable(field: str) -> str:
+    """The environment variable of a setting."""
+    return f"RINGPLUG_{field.upper()}"
+
+
+_warned: set[str] = set()
+
+
+def _warn_unknown(env: Mapping[str, str]) -> None:
+    known = [variable(field.name) for field in dataclasses.fields(Config)]
+    for name in env:
+        if name.startswith("RINGPLUG_") and name not in known and name not in _warned:
+            _warned.add(name)
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            warnings.warn(f"{name} is not a setting of ringplug{hint}", stacklevel=3)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a launcher told this process, read before any communication.
+
+    Attributes:
+        by: Which launcher: ``mpi``, ``torchrun`` or ``slurm``.
+    """
+
+    by: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+_LAUNCHERS = (
+    (
+        "mpi",
+        (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ),
+    ),
+    ("mpi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
+    ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
+    ("slurm", ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")),
+)
+
+
+def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
+    """The first launcher that left its mark on this process, or None.
+
+    An MPI launcher wins over torchrun's variables, and those over Slurm's, which an
+    interactive allocation sets without having started anything.
+    """
+    env = os.environ if environ is None else environ
+    for by, (rank, size, local_rank, local_size) in _LAUNCHERS:
+        if by == "slurm" and "SLURM_STEP_ID" not in env:
+            continue
+        if by == "torchrun" and "TORCHELASTIC_RUN_ID" not in env:
+            continue
+        if rank in env and size in env:
+            try:
+                return Launched(
+                    by=by,
+                    rank=int(env[rank]),
+                    size=int(env[size]),
+                    local_rank=int(env.get(local_rank, env[rank])),
+                    local_size=int(env.get(local_size, env[size])),
+                )
+            except ValueError as error:
+                raise ConfigError(f"{rank}, {size}: {error}") from None
+    return None
+
+
+def export_ranks(rank: int, size: int, local_rank: int, local_size: int) -> None:
+    """Set RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE where they are not set.
+
+    Libraries that were loaded before the world existed (rank-zero prints, data loaders) read
+    these.
+    """
+    for name, value in (
+        ("RANK", rank),
+        ("WORLD_SIZE", size),
+        ("LOCAL_RANK", local_rank),
+        ("LOCAL_WORLD_SIZE", local_size),
+    ):
+        os.environ.setdefault(name, str(value))
+
+
+def set_default_threads(threads: int) -> None:
+    """Let numerical libraries use `threads` threads, unless the user chose."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+
+
+def child_environment(**extra: str) -> dict[str, str]:
+    """A copy of this process's environment with `extra` set, for a child process."""
+    return {**os.environ, **extra}
+
+
+def table() -> str:
+    """The settings as a Markdown table."""
+    lines = ["| setting | environment | default | meaning |", "|---|---|---|---|"]
+    for field in dataclasses.fields(Config):
+        names = f"`{variable(field.name)}`"
+        if field.metadata["horovod"]:
+            names += f", `{field.metadata['horovod']}`"
+        lines.append(f"| `{field.name}` | {names} | `{field.default}` | {field.metadata['doc']} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(table() + "\n")

@@ -1,0 +1,88 @@
+"""The error tree. Layer 0: imports nothing of ringplug.
+
+RingplugError
+├── ConfigError          a setting is wrong: names it, its value and where it came from
+├── UnavailableError     nothing fits here: every candidate with its reason
+├── NotInitializedError  a call before init() or after shutdown()      (also a ValueError, as in Horovod)
+├── UsageError           a call or a tensor that cannot work           (also a ValueError)
+├── MismatchError        ranks disagree: the same text on every rank
+├── NotReducedError      a training step whose gradients were not averaged
+└── RecoverableError     training can go on after the group is rebuilt
+    ├── PeerLostError    a rank has ended:          .ranks
+    ├── StalledError     a rank did not come in time: .what .absent .seconds
+    └── TransportError   the library below failed, raised ``from`` its own error
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "ConfigError",
+    "MismatchError",
+    "NotInitializedError",
+    "NotReducedError",
+    "PeerLostError",
+    "RecoverableError",
+    "RingplugError",
+    "StalledError",
+    "TransportError",
+    "UnavailableError",
+    "UsageError",
+]
+
+
+class RingplugError(RuntimeError):
+    """Base of everything that ringplug raises on purpose."""
+
+
+class ConfigError(RingplugError, ValueError):
+    """A setting has a value that cannot be used."""
+
+
+class UnavailableError(RingplugError):
+    """Nothing that was asked for works here; the message lists every candidate and why not."""
+
+
+class NotInitializedError(RingplugError, ValueError):
+    """A call that needs `ringplug.init()` came before it, or after `ringplug.shutdown()`."""
+
+
+class UsageError(RingplugError, ValueError):
+    """A call or an argument that cannot work, whatever the other ranks do."""
+
+
+class MismatchError(RingplugError):
+    """Ranks passed different things to one collective; raised on every rank with both sides."""
+
+
+class NotReducedError(RingplugError):
+    """A training step updated weights with gradients that were not averaged over the ranks."""
+
+
+class RecoverableError(RingplugError):
+    """The group of ranks is broken, the process is not: training can go on in a new group."""
+
+
+class PeerLostError(RecoverableError):
+    """Ranks have ended while others still wait for them."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class StalledError(RecoverableError):
+    """Ranks did not enter a collective before its deadline."""
+
+    def __init__(
+        self, message: str, what: str = "", absent: Sequence[int] = (), seconds: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.what = what
+        self.absent = tuple(absent)
+        self.seconds = seconds
+
+
+class TransportError(RecoverableError):
+    """The communication library below reported a failure."""

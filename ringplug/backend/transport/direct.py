@@ -1,0 +1,53 @@
+"""Collectives where each rank can reach every rank's memory. Layer 2.
+
+Direct reduce: every rank owns an equal share of the index range. Between two barriers it adds
+all ranks' values of its share, one cache-sized chunk at a time, and writes the result into
+every rank's buffer. Each rank reads S bytes and writes S bytes for a buffer of S bytes, and
+there is no gather phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ringplug.backend.buffers import CHUNK_BYTES, Buffer, ReduceOp, fold, split_evenly
+from ringplug.backend.errors import MismatchError
+
+__all__ = ["allreduce_shares", "describe_mismatch"]
+
+
+def allreduce_shares(views: Sequence[Buffer], rank: int, op: ReduceOp, factor: float) -> None:
+    """Reduce this rank's share of all `views` and write it into all of them.
+
+    Args:
+        views: Every rank's buffer, in rank order. The caller puts a barrier before and after.
+        rank: The calling rank.
+        op: The reduction.
+        factor: Applied to the result.
+    """
+    share = split_evenly(views[0].size, len(views))[rank]
+    step = max(1, CHUNK_BYTES // views[0].itemsize)
+    others = [views[(rank + shift) % len(views)] for shift in range(1, len(views))]
+    for lo in range(share.start, share.stop, step):
+        piece = slice(lo, min(lo + step, share.stop))
+        total = views[rank][piece]
+        fold(op, [total, *(view[piece] for view in others)], factor, total)
+        for view in others:
+            np.copyto(view[piece], total)
+
+
+def describe_mismatch(descriptions: Sequence[str]) -> MismatchError:
+    """The error that every rank raises when they are about to do different things."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in enumerate(descriptions):
+        groups.setdefault(text, []).append(rank)
+    lines = "\n".join(
+        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in groups.items()
+    )
+    return MismatchError(
+        f"ranks are about to do different things:\n{lines}\n"
+        "Every rank must run the same operations, on the same tensors, in the same order."
+    )
