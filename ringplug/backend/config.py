@@ -22,7 +22,11 @@ __all__ = [
     "Config",
     "Launched",
     "child_environment",
+    "claim_process",
+    "claimed_by_parent",
     "export_ranks",
+    "forwarded_names",
+    "job_directory",
     "launched",
     "parse_bool",
     "parse_bytes",
@@ -227,9 +231,11 @@ _warned: set[str] = set()
 
 
 def _warn_unknown(env: Mapping[str, str]) -> None:
-    known = [variable(field.name) for field in dataclasses.fields(Config)]
+    known = [variable(field.name) for field in dataclasses.fields(Config)] + [_OWNER]
     for name in env:
-        if name.startswith("RINGPLUG_") and name not in known and name not in _warned:
+        if name == JOB or name in known or name in _warned:
+            continue
+        if name.startswith("RINGPLUG_"):
             _warned.add(name)
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
@@ -308,14 +314,51 @@ def export_ranks(rank: int, size: int, local_rank: int, local_size: int) -> None
         os.environ.setdefault(name, str(value))
 
 
+_OWNER = "RINGPLUG_OWNER_PID"
+
+
+def claim_process() -> None:
+    """Mark this process as a rank, for the child processes that inherit its environment."""
+    os.environ[_OWNER] = str(os.getpid())
+
+
+def claimed_by_parent(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process was started by a rank and inherited that rank's environment."""
+    env = os.environ if environ is None else environ
+    return _OWNER in env and env[_OWNER] != str(os.getpid())
+
+
+_THREADS = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "NPROC")
+"""What BLAS libraries and PyTorch, TensorFlow, and XLA's CPU client take their threads from."""
+
+
 def set_default_threads(threads: int) -> None:
     """Let numerical libraries use `threads` threads, unless the user chose."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
+    for name in _THREADS:
+        os.environ.setdefault(name, str(max(1, threads)))
 
 
 def child_environment(**extra: str) -> dict[str, str]:
     """A copy of this process's environment with `extra` set, for a child process."""
     return {**os.environ, **extra}
+
+
+JOB = "RINGPLUG_JOB"
+"""Set by ringrun: the private directory of the running job, which also marks its processes."""
+
+
+def job_directory() -> str | None:
+    """The directory through which this rank and the ringrun that started it talk, if any."""
+    return os.environ.get(JOB)
+
+
+_FORWARDED = ("RINGPLUG_", "HOROVOD_", "KERAS_", "NCCL_")
+
+
+def forwarded_names() -> list[str]:
+    """Names of the variables that ranks on other hosts need; never the whole environment."""
+    exact = {"PYTHONPATH", *_THREADS}
+    return sorted(name for name in os.environ if name in exact or name.startswith(_FORWARDED))
 
 
 def table() -> str:
