@@ -13,18 +13,23 @@ A transport knows no names, frameworks, buckets or compression. Implementations:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ringplug.backend.buffers import Buffer, ReduceOp
 from ringplug.backend.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ringplug.backend.config import Config
     from ringplug.backend.control import Control
 
-__all__ = ["Traffic", "Transport", "open_transport"]
+__all__ = ["Piece", "Traffic", "Transport", "open_transport"]
+
+Piece: TypeAlias = Callable[[Buffer, slice], None]
+"""Packs or unpacks the part of a stream that a slice names."""
 
 
 @dataclass(slots=True)
@@ -78,6 +83,28 @@ class Transport(Protocol):
         """In place: ``buffer = factor * (op over ranks of buffer)``, rounded once.
 
         All ranks end with the same bits.
+        """
+        ...
+
+    def allreduce_stream(
+        self,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        factor: float,
+        fill: Piece,
+        drain: Piece,
+    ) -> None:
+        """Allreduce `count` elements that the caller packs and unpacks piece by piece.
+
+        Args:
+            count: Number of elements, the same on every rank.
+            dtype: Their type on the wire.
+            op: The reduction.
+            factor: Applied to the result.
+            fill: Called with memory and its place in the stream; writes this rank's elements.
+            drain: Called with memory and its place; reads the result. Together the calls
+                cover the stream once; pieces come in order, each filled before it is drained.
         """
         ...
 

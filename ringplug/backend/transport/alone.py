@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ringplug.backend.buffers import Buffer, ReduceOp, convert, scale_into
 from ringplug.backend.control import Control
-from ringplug.backend.transport import Traffic
+from ringplug.backend.transport import Piece, Traffic
+from ringplug.backend.transport.direct import stream_through_buffer
 
 __all__ = ["AloneTransport"]
 
@@ -33,6 +35,17 @@ class AloneTransport:
     def allreduce(self, buffer: Buffer, op: ReduceOp, factor: float = 1.0) -> None:
         self.traffic.calls += 1
         scale_into(buffer, factor, buffer)
+
+    def allreduce_stream(
+        self,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        factor: float,
+        fill: Piece,
+        drain: Piece,
+    ) -> None:
+        stream_through_buffer(self, count, dtype, op, factor, fill, drain)
 
     def reducescatter(
         self, source: Buffer, target: Buffer, op: ReduceOp, counts: Sequence[int], factor: float

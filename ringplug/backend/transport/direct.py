@@ -9,13 +9,18 @@ there is no gather phase.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ringplug.backend.buffers import CHUNK_BYTES, Buffer, ReduceOp, fold, split_evenly
 from ringplug.backend.errors import MismatchError
+from ringplug.backend.stall import name_ranks
+from ringplug.backend.transport import Piece, Transport
 
-__all__ = ["allreduce_shares", "describe_mismatch"]
+__all__ = ["allreduce_shares", "describe_mismatch", "stream_through_buffer"]
+
+_MOST_DETAILS = 10
 
 
 def allreduce_shares(views: Sequence[Buffer], rank: int, op: ReduceOp, factor: float) -> None:
@@ -38,16 +43,43 @@ def allreduce_shares(views: Sequence[Buffer], rank: int, op: ReduceOp, factor: f
             np.copyto(view[piece], total)
 
 
+def stream_through_buffer(
+    transport: Transport,
+    count: int,
+    dtype: np.dtype[Any],
+    op: ReduceOp,
+    factor: float,
+    fill: Piece,
+    drain: Piece,
+) -> None:
+    """`Transport.allreduce_stream` for a transport that needs the elements in one buffer."""
+    buffer = np.empty(count, dtype)
+    everything = slice(0, count)
+    fill(buffer, everything)
+    transport.allreduce(buffer, op, factor)
+    drain(buffer, everything)
+
+
 def describe_mismatch(descriptions: Sequence[str]) -> MismatchError:
-    """The error that every rank raises when they are about to do different things."""
+    """The error that every rank raises when they are about to do different things.
+
+    Args:
+        descriptions: One per rank; of the lines after the first only those are shown that not
+            all ranks have.
+    """
     groups: dict[str, list[int]] = {}
     for rank, text in enumerate(descriptions):
         groups.setdefault(text, []).append(rank)
-    lines = "\n".join(
-        f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in groups.items()
-    )
+    common = set.intersection(*(set(text.splitlines()[1:]) for text in groups))
+    lines = []
+    for text, ranks in groups.items():
+        first, *details = text.splitlines() or [""]
+        details = [line for line in details if line not in common]
+        lines.append(f"  {name_ranks(ranks)}: {first}")
+        lines += [f"    {line}" for line in details[:_MOST_DETAILS]]
+        if len(details) > _MOST_DETAILS:
+            lines.append(f"    and {len(details) - _MOST_DETAILS} more differences")
     return MismatchError(
-        f"ranks are about to do different things:\n{lines}\n"
+        "ranks are about to do different things:\n" + "\n".join(lines) + "\n"
         "Every rank must run the same operations, on the same tensors, in the same order."
     )

@@ -9,14 +9,16 @@ other collectives go over a ring of all ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ringplug.backend.buffers import Buffer, ReduceOp, is_floating, split_evenly
 from ringplug.backend.config import Config
 from ringplug.backend.control import Control
-from ringplug.backend.transport import Traffic
+from ringplug.backend.transport import Piece, Traffic
 from ringplug.backend.transport.alone import AloneTransport
+from ringplug.backend.transport.direct import stream_through_buffer
 from ringplug.backend.transport.ring import RingTransport
 from ringplug.backend.transport.shared_memory import SharedMemoryTransport
 
@@ -79,6 +81,17 @@ class HierarchicalTransport:
         self._inner.reducescatter(buffer, shard, op, counts, inner)
         self._outer.allreduce(shard, op, outer)
         self._inner.allgather(shard, buffer, counts)
+
+    def allreduce_stream(
+        self,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        factor: float,
+        fill: Piece,
+        drain: Piece,
+    ) -> None:
+        stream_through_buffer(self, count, dtype, op, factor, fill, drain)
 
     def reducescatter(
         self, source: Buffer, target: Buffer, op: ReduceOp, counts: Sequence[int], factor: float

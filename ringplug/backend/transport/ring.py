@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +20,8 @@ from ringplug.backend.buffers import Buffer, ReduceOp, accumulator, fold, scale_
 from ringplug.backend.config import Config
 from ringplug.backend.control import Control, Pending
 from ringplug.backend.stall import Wait
-from ringplug.backend.transport import Traffic
-from ringplug.backend.transport.direct import describe_mismatch
+from ringplug.backend.transport import Piece, Traffic
+from ringplug.backend.transport.direct import describe_mismatch, stream_through_buffer
 
 __all__ = ["RingTransport"]
 
@@ -124,6 +125,17 @@ class RingTransport:
             if reduce or not last:
                 sends[segment.start] = self._send(here, self._right)
         self._finish([(pending, self._right) for pending in sends.values()])
+
+    def allreduce_stream(
+        self,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        factor: float,
+        fill: Piece,
+        drain: Piece,
+    ) -> None:
+        stream_through_buffer(self, count, dtype, op, factor, fill, drain)
 
     def reducescatter(
         self, source: Buffer, target: Buffer, op: ReduceOp, counts: Sequence[int], factor: float

@@ -11,7 +11,9 @@ passed the barrier of turn t + 1, which no rank reaches before it has read turn 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from ringplug.backend.buffers import Buffer, ReduceOp, fold, split_evenly
 from ringplug.backend.config import Config
 from ringplug.backend.control import Control
 from ringplug.backend.stall import Wait
-from ringplug.backend.transport import Traffic
+from ringplug.backend.transport import Piece, Traffic
 from ringplug.backend.transport.direct import allreduce_shares, describe_mismatch
 from ringplug.backend.transport.segment import fence, map_segments, wait_for_change, wake
 
@@ -124,21 +126,57 @@ class SharedMemoryTransport:
             self.traffic.sent += (self.size - 1) * buffer.nbytes
 
     def _allreduce_staged(self, buffer: Buffer, op: ReduceOp, factor: float) -> None:
-        pieces = list(self._cut(buffer.size, buffer.itemsize))
-        filled: list[list[Buffer]] = [self._fill(buffer[pieces[0]])]
+        def fill(piece: Buffer, place: slice) -> None:
+            np.copyto(piece, buffer[place])
+
+        def drain(piece: Buffer, place: slice) -> None:
+            np.copyto(buffer[place], piece)
+
+        self._stream(buffer.size, buffer.dtype, op, factor, fill, drain)
+
+    def allreduce_stream(
+        self,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        factor: float,
+        fill: Piece,
+        drain: Piece,
+    ) -> None:
+        self.traffic.calls += 1
+        self.traffic.sent += 2 * (self.size - 1) * count * dtype.itemsize // self.size
+        if count:
+            self._stream(count, dtype, op, factor, fill, drain)
+
+    def _stream(
+        self,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        factor: float,
+        fill: Piece,
+        drain: Piece,
+    ) -> None:
+        pieces = list(self._cut(count, dtype.itemsize))
+
+        def load(place: slice) -> list[Buffer]:
+            views = self._views(place.stop - place.start, dtype)
+            fill(views[self.rank], place)
+            return views
+
+        following = load(pieces[0])
         self.barrier()
-        for index, piece in enumerate(pieces):
-            views = filled[index]
-            share = split_evenly(piece.stop - piece.start, self.size)[self.rank]
+        for index, place in enumerate(pieces):
+            views = following
+            shares = split_evenly(place.stop - place.start, self.size)
+            share = shares[self.rank]
             own = views[self.rank][share]
-            others = [views[peer][share] for peer in self._peers]
-            fold(op, [own, *others], factor, own)
+            fold(op, [own, *(views[peer][share] for peer in self._peers)], factor, own)
             if index + 1 < len(pieces):
-                filled.append(self._fill(buffer[pieces[index + 1]]))
+                following = load(pieces[index + 1])
             self.barrier()
-            target = buffer[piece]
-            for rank, part in enumerate(split_evenly(piece.stop - piece.start, self.size)):
-                np.copyto(target[part], views[rank][part])
+            for view, part in zip(views, shares, strict=True):
+                drain(view[part], slice(place.start + part.start, place.start + part.stop))
 
     def reducescatter(
         self, source: Buffer, target: Buffer, op: ReduceOp, counts: Sequence[int], factor: float
@@ -253,7 +291,7 @@ class SharedMemoryTransport:
         for lo in range(0, count, step):
             yield slice(lo, min(lo + step, count))
 
-    def _views(self, count: int, dtype: np.dtype, advance: bool = True) -> list[Buffer]:  # type: ignore[type-arg]
+    def _views(self, count: int, dtype: np.dtype[Any], advance: bool = True) -> list[Buffer]:
         """Every rank's staging piece of the next turn, `count` elements of `dtype`."""
         self._turn += advance
         turn = self._turn % _PIECES
@@ -267,6 +305,4 @@ class SharedMemoryTransport:
 
 
 def _cores() -> int:
-    import os
-
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ringplug.backend.buffers import Buffer, ReduceOp, fold
 from ringplug.backend.config import Config
 from ringplug.backend.control.threads import ThreadControl
-from ringplug.backend.transport import Traffic
-from ringplug.backend.transport.direct import allreduce_shares, describe_mismatch
+from ringplug.backend.transport import Piece, Traffic
+from ringplug.backend.transport.direct import allreduce_shares, describe_mismatch, stream_through_buffer
 
 __all__ = ["ThreadTransport"]
 
@@ -40,6 +41,17 @@ class ThreadTransport:
         allreduce_shares(views, self.rank, op, factor)
         self.traffic.sent += 2 * (self.size - 1) * buffer.nbytes // self.size
         self.barrier()
+
+    def allreduce_stream(
+        self,
+        count: int,
+        dtype: np.dtype[Any],
+        op: ReduceOp,
+        factor: float,
+        fill: Piece,
+        drain: Piece,
+    ) -> None:
+        stream_through_buffer(self, count, dtype, op, factor, fill, drain)
 
     def reducescatter(
         self, source: Buffer, target: Buffer, op: ReduceOp, counts: Sequence[int], factor: float

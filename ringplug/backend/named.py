@@ -1,0 +1,389 @@
+"""The named lane: operations that ranks match by name, in any order. Layer 5.
+
+Ranks announce their requests to rank 0, which decides an order as soon as every rank has
+announced a name, checks that the requests fit together, and tells all. Nothing is sent, and
+nothing polls, while a rank has nothing pending. A rank that waits for a result does the
+communication itself, on its own thread; a worker thread does it for results that nobody waits
+for yet.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from ringplug.backend.buffers import Array, Buffer, ReduceOp, scale_into
+from ringplug.backend.config import Config
+from ringplug.backend.control import Control
+from ringplug.backend.errors import (
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+    RingplugError,
+    StalledError,
+    UsageError,
+)
+from ringplug.backend.fusion import digest
+from ringplug.backend.handle import Handle
+from ringplug.backend.lane import Lane
+from ringplug.backend.log import get_logger
+from ringplug.backend.request import Request, disagreement, fusable
+from ringplug.backend.stall import name_ranks
+from ringplug.backend.transport import Transport
+
+__all__ = ["NamedLane"]
+
+_log = get_logger(__name__)
+
+_SPINS = 200
+_GRACE = 5.0
+"""Seconds that a rank gives rank 0 to say who is late before it says so itself."""
+
+
+_Answer: TypeAlias = tuple[str, str, str, list[int]]
+"""Name; kind and text of the error, or both empty; every rank's rows of an allgather, or the
+ranks that the error is about."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    request: Request
+    array: Array
+    handle: Handle
+    since: float
+
+
+class NamedLane:
+    """One rank's end of the named lane.
+
+    Args:
+        control: A channel of its own, for the agreement.
+        lane: Where agreed operations run; nothing else may use it.
+        config: Deadlines and bucket size.
+    """
+
+    def __init__(self, control: Control, lane: Lane, config: Config) -> None:
+        self._control = control
+        self._lane = lane
+        self._config = config
+        self._rank = control.world.rank
+        self._size = control.world.size
+        self._lock = threading.Lock()
+        self._turn = threading.Lock()
+        self._wakeup = threading.Condition(self._lock)
+        self._pending: dict[str, _Pending] = {}
+        self._fresh: list[Request] = []
+        self._announced: set[int] = set()
+        self._unwatched = 0
+        self._worker: threading.Thread | None = None
+        self._closed = False
+        self._next_check = 0.0
+        self._coordinator = _Coordinator(self._size) if self._rank == 0 else None
+
+    def submit(self, request: Request, array: Array, background: bool) -> Handle:
+        """Announce one operation.
+
+        Args:
+            request: What this rank asks for.
+            array: Its contiguous input; must not change until the handle is done.
+            background: Whether the worker thread must make progress because the caller does
+                not wait right away.
+
+        Returns:
+            A handle whose result is a new array.
+
+        Raises:
+            UsageError: An operation of that name is still pending on this rank.
+            NotInitializedError: ringplug was shut down.
+        """
+        handle = Handle(request.name)
+        with self._lock:
+            if self._closed:
+                raise NotInitializedError(f"{request.name}: ringplug was shut down")
+            if request.name in self._pending:
+                raise UsageError(
+                    f"{request.name} is already pending on this rank: give each operation in "
+                    "flight a name of its own, or wait for the first"
+                )
+            self._pending[request.name] = _Pending(request, array, handle, time.monotonic())
+            self._fresh.append(request)
+            if background:
+                self._unwatched += 1
+                self._ensure_worker()
+                self._wakeup.notify()
+        return handle
+
+    def wait(self, handle: Handle) -> Array:
+        """The handle's result; this thread communicates until it is there."""
+        pauses = 0
+        while not handle.done():
+            if self._turn.acquire(blocking=False):
+                try:
+                    moved = self._step()
+                finally:
+                    self._turn.release()
+                pauses = 0 if moved else pauses + 1
+            else:
+                pauses += 1
+            if pauses > _SPINS:
+                time.sleep(min(20e-6 * (1 + pauses - _SPINS), 1e-3))
+        return handle.wait()  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        """Fail what is pending, tell the others, wait for nobody."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            pending, self._pending = list(self._pending.values()), {}
+            self._wakeup.notify_all()
+        for item in pending:
+            item.handle.fail(NotInitializedError(f"{item.request.name}: ringplug was shut down"))
+        self._control.leave()
+        self._lane.close()
+
+    # -- progress; only the thread that holds _turn is here
+
+    def _ensure_worker(self) -> None:
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name="ringplug-named", daemon=True)
+            self._worker.stop = self.close  # type: ignore[attr-defined]
+            self._worker.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                while not (self._unwatched and self._pending) and not self._closed:
+                    self._unwatched = 0
+                    self._wakeup.wait()
+                if self._closed:
+                    return
+                handle = next(iter(self._pending.values())).handle
+            try:
+                self.wait(handle)
+            except RingplugError:
+                continue  # the handle has it
+
+    def _step(self) -> bool:
+        """Announce, listen, and run what is agreed. True when anything happened."""
+        try:
+            moved = self._announce()
+            while (message := self._control.poll()) is not None:
+                moved = True
+                self._hear(*message)
+            if self._coordinator is not None and self._coordinator.answers:
+                self._decide()
+                moved = True
+            if not moved and time.monotonic() >= self._next_check:
+                self._check_time()
+        except Exception as error:
+            self._fail_all(error)
+            raise
+        return moved
+
+    def _announce(self) -> bool:
+        if not self._fresh:
+            return False
+        with self._lock:
+            fresh, self._fresh = self._fresh, []
+        if self._coordinator is not None:
+            for request in fresh:
+                self._coordinator.enter(0, request)
+            return True
+        entries: list[str | int] = []
+        for request in fresh:
+            text = request.encode()
+            key = digest(text)
+            # What rank 0 has seen from here before is announced by its number.
+            if key in self._announced:
+                entries.append(key)
+            else:
+                entries.append(text)
+                if not request.name.startswith("unnamed."):
+                    self._announced.add(key)
+        self._control.post(0, json.dumps(entries).encode())
+        return True
+
+    def _hear(self, source: int, payload: bytes) -> None:
+        if self._coordinator is not None:
+            for entry in json.loads(payload):
+                self._coordinator.enter(source, self._coordinator.request(entry))
+        else:
+            self._carry_out(json.loads(payload))
+
+    def _decide(self) -> None:
+        assert self._coordinator is not None
+        answers, self._coordinator.answers = self._coordinator.answers, []
+        payload = json.dumps(answers).encode()
+        for rank in range(1, self._size):
+            self._control.post(rank, payload)
+        self._carry_out(answers)
+
+    def _carry_out(self, answers: Sequence[_Answer]) -> None:
+        batch: list[tuple[_Pending, list[int]]] = []
+        nbytes = 0
+        for name, kind, text, numbers in answers:
+            with self._lock:
+                item = self._pending.pop(name, None)
+            if item is None:
+                # A rank that had not asked for a name yet is told of its failure too.
+                continue
+            if kind:
+                item.handle.fail(_error(kind, f"{name}: {text}", numbers))
+                continue
+            fits = batch and fusable(batch[-1][0].request, item.request)
+            if batch and not (fits and nbytes + item.array.nbytes <= self._config.fusion_bytes):
+                self._run(batch)
+                batch, nbytes = [], 0
+            batch.append((item, numbers))
+            nbytes += item.array.nbytes
+        if batch:
+            self._run(batch)
+
+    def _run(self, batch: Sequence[tuple[_Pending, list[int]]]) -> None:
+        items = [item for item, _ in batch]
+        try:
+            if items[0].request.kind == "allreduce":
+                results = self._lane.run(lambda t: _allreduce(t, items), items[0].request.name)
+            else:
+                (only, sizes), *_ = batch
+                results = [self._lane.run(lambda t: _other(t, only, sizes), only.request.name)]
+        except RingplugError as error:
+            for item in items:
+                item.handle.fail(error)
+            raise
+        for item, result in zip(items, results, strict=True):
+            item.handle.finish(result)
+
+    # -- time and failure
+
+    def _check_time(self) -> None:
+        now = time.monotonic()
+        self._next_check = now + 0.05
+        departed = self._control.departed()
+        if self._coordinator is not None:
+            with self._lock:
+                since = {name: item.since for name, item in self._pending.items()}
+            for name, started in since.items():
+                absent = self._coordinator.absent(name)
+                lost = sorted(departed.intersection(absent))
+                if lost:
+                    self._coordinator.give_up(name, "lost", f"{name_ranks(lost)} left", lost)
+                elif now - started > self._config.timeout:
+                    self._coordinator.give_up(
+                        name,
+                        "stalled",
+                        f"{name_ranks(absent)} did not submit it within "
+                        f"{self._config.timeout:g} s",
+                        absent,
+                    )
+                elif now - started > self._config.stall_warning:
+                    self._coordinator.warn(name, absent, now - started)
+            return
+        with self._lock:
+            oldest = min((item.since for item in self._pending.values()), default=now)
+        if 0 in departed:
+            raise PeerLostError("rank 0, which orders the operations, left the job", [0])
+        if now - oldest > self._config.timeout + _GRACE:
+            raise StalledError(
+                f"rank 0 did not come within {self._config.timeout:g} s",
+                absent=[0],
+                seconds=now - oldest,
+            )
+
+    def _fail_all(self, error: BaseException) -> None:
+        with self._lock:
+            pending, self._pending = list(self._pending.values()), {}
+            self._fresh = []
+        for item in pending:
+            item.handle.fail(error)
+
+
+class _Coordinator:
+    """Rank 0's table of who asked for what."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._table: dict[str, dict[int, Request]] = {}
+        self._known: dict[int, str] = {}
+        self._warned: set[str] = set()
+        self.answers: list[_Answer] = []
+
+    def request(self, entry: str | int) -> Request:
+        if isinstance(entry, int):
+            return Request.decode(self._known[entry])
+        request = Request.decode(entry)
+        if not request.name.startswith("unnamed."):
+            self._known[digest(entry)] = entry
+        return request
+
+    def enter(self, rank: int, request: Request) -> None:
+        requests = self._table.setdefault(request.name, {})
+        requests[rank] = request
+        if len(requests) == self._size:
+            del self._table[request.name]
+            self._warned.discard(request.name)
+            problem = disagreement(requests)
+            sizes = []
+            if request.kind == "allgather" and not problem:
+                sizes = [requests[r].shape[0] for r in range(self._size)]
+            self.answers.append((request.name, problem and "mismatch", problem, sizes))
+
+    def absent(self, name: str) -> list[int]:
+        return [r for r in range(self._size) if r not in self._table.get(name, {})]
+
+    def give_up(self, name: str, kind: str, text: str, ranks: Sequence[int]) -> None:
+        self._table.pop(name, None)
+        self.answers.append((name, kind, text, list(ranks)))
+
+    def warn(self, name: str, absent: Sequence[int], seconds: float) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            _log.warning("%s: waiting since %.0f s for %s", name, seconds, name_ranks(absent))
+
+
+def _error(kind: str, text: str, ranks: Sequence[int]) -> RingplugError:
+    if kind == "mismatch":
+        return MismatchError(text)
+    return PeerLostError(text, ranks) if kind == "lost" else StalledError(text, absent=ranks)
+
+
+def _allreduce(transport: Transport, items: Sequence[_Pending]) -> list[Array]:
+    request = items[0].request
+    op = ReduceOp[request.op]
+    factor = request.postscale / transport.size if op is ReduceOp.AVERAGE else request.postscale
+    fused = np.empty(sum(item.array.size for item in items), items[0].array.dtype)
+    at = 0
+    parts: list[Buffer] = []
+    for item in items:
+        part = fused[at : at + item.array.size]
+        scale_into(item.array.reshape(-1), request.prescale, part)
+        parts.append(part)
+        at += item.array.size
+    transport.allreduce(fused, op, factor)
+    if len(items) == 1:
+        return [fused.reshape(items[0].array.shape)]
+    return [
+        part.copy().reshape(item.array.shape) for part, item in zip(parts, items, strict=True)
+    ]
+
+
+def _other(transport: Transport, item: _Pending, sizes: Sequence[int]) -> Array:
+    request, array = item.request, item.array
+    if request.kind == "allgather":
+        row = int(np.prod(array.shape[1:], dtype=np.int64))
+        out = np.empty((sum(sizes), *array.shape[1:]), array.dtype)
+        transport.allgather(array.reshape(-1), out.reshape(-1), [size * row for size in sizes])
+        return out
+    if request.kind == "broadcast":
+        out = array.copy()
+        transport.broadcast(out.reshape(-1), request.root)
+        return out
+    transport.barrier()
+    return array

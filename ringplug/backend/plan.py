@@ -1,0 +1,207 @@
+"""The hot lane: a fixed list of tensors, agreed once, reduced every step. Layer 5.
+
+Tensors may become ready in any order on each rank; buckets leave in plan order on all. That
+order is a contract, so a step negotiates nothing: one small check that all ranks run the same
+plan, then the buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ringplug.backend.buffers import Array, Buffer, ReduceOp, check_reducible
+from ringplug.backend.compression import Compressor
+from ringplug.backend.config import Config
+from ringplug.backend.errors import UsageError
+from ringplug.backend.fusion import Bucket, TensorSpec, digest, make_buckets
+from ringplug.backend.handle import Handle
+from ringplug.backend.lane import Lane
+from ringplug.backend.transport import Transport
+
+__all__ = ["Plan"]
+
+
+class Plan:
+    """A fixed list of tensors that every rank reduces together, step after step.
+
+    Args:
+        lane: Where it runs; plans that share a lane must run in the same order on every rank.
+        specs: The tensors, in the order in which they are expected to become ready. The same
+            on every rank.
+        name: For errors.
+        op: AVERAGE, SUM, MIN, MAX or PRODUCT.
+        compressor: What the wire carries.
+        config: Bucket sizes.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        specs: Sequence[TensorSpec],
+        name: str,
+        op: ReduceOp,
+        compressor: Compressor,
+        config: Config,
+    ) -> None:
+        for spec in specs:
+            check_reducible(spec.dtype, op)
+        size = lane.transport.size
+        self.specs = tuple(specs)
+        self.name = name
+        self.lane = lane
+        self._compressor = compressor
+        self._op = op
+        lossy = compressor.name != "none"
+        self._wire_factor = 1 / size if op is ReduceOp.AVERAGE else 1.0
+        self._factor = 1.0
+        if lossy and op is ReduceOp.SUM:
+            # On a narrow wire a sum travels as the mean, which fits wherever the values do.
+            self._wire_factor, self._factor = 1 / size, float(size)
+        self.buckets = make_buckets(
+            self.specs, config.fusion_bytes, config.first_bucket_bytes, compressor.wire_dtype
+        )
+        self._description = self._describe()
+        self._signature = digest(self._description)
+        self._members = [{slot.index for slot in bucket.slots} for bucket in self.buckets]
+        self._begin()
+
+    # -- everything at once
+
+    def run(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
+        """Reduce all tensors, on the calling thread.
+
+        Args:
+            sources: This rank's C-contiguous arrays, as the specs say; not written.
+            targets: C-contiguous arrays for the results; ``targets[i]`` may be
+                ``sources[i]``.
+
+        Raises:
+            UsageError: An array is not what its spec says.
+            MismatchError: On every rank, when the ranks' plans differ.
+            RecoverableError: A rank is gone or late.
+        """
+        if len(sources) != len(self.specs) or len(targets) != len(self.specs):
+            raise UsageError(
+                f"{self.name}: {len(self.specs)} tensors are planned, got {len(sources)} sources "
+                f"and {len(targets)} targets"
+            )
+        flat_sources = [self._flat(i, array) for i, array in enumerate(sources)]
+        flat_targets = [self._flat(i, array) for i, array in enumerate(targets)]
+
+        def job(transport: Transport) -> None:
+            transport.agree(self._signature, self._description)
+            for bucket in self.buckets:
+                self._reduce(transport, bucket, flat_sources, flat_targets)
+
+        self.lane.run(job, self.name)
+
+    # -- as they become ready
+
+    def ready(self, index: int, array: Array) -> None:
+        """One tensor is ready; it is reduced in place once its bucket's turn has come.
+
+        Args:
+            index: Which of the specs.
+            array: C-contiguous; belongs to the plan until `finish` returns.
+
+        Raises:
+            UsageError: It is not what its spec says, or was made ready twice.
+        """
+        if self._arrays[index] is not None:
+            raise UsageError(
+                f"{self.name}: tensor {self.specs[index].name} became ready twice in one step"
+            )
+        self._arrays[index] = self._flat(index, array)
+        for missing in self._missing:
+            missing.discard(index)
+        while self._launched < len(self.buckets) and not self._missing[self._launched]:
+            self._launch(self._launched)
+            self._launched += 1
+
+    def finish(self) -> None:
+        """Wait until every tensor of this step is reduced.
+
+        Raises:
+            UsageError: Some tensor never became ready; names them.
+            MismatchError, RecoverableError: As `run` raises them.
+        """
+        absent = [s.name for s, a in zip(self.specs, self._arrays, strict=True) if a is None]
+        handles = self._handles
+        self._begin()
+        for handle in handles:
+            handle.wait()
+        if absent:
+            shown = ", ".join(absent[:10]) + (" and more" if len(absent) > 10 else "")
+            raise UsageError(f"{self.name}: {len(absent)} tensors never became ready: {shown}")
+
+    def pending(self) -> list[int]:
+        """Indices of the tensors that are not ready yet in this step."""
+        return [index for index, array in enumerate(self._arrays) if array is None]
+
+    def _begin(self) -> None:
+        self._arrays: list[Buffer | None] = [None] * len(self.specs)
+        self._missing = [set(members) for members in self._members]
+        self._handles: list[Handle] = []
+        self._launched = 0
+
+    def _launch(self, number: int) -> None:
+        bucket = self.buckets[number]
+        arrays = self._arrays
+
+        def job(transport: Transport) -> None:
+            if number == 0:
+                transport.agree(self._signature, self._description)
+            self._reduce(transport, bucket, arrays, arrays)
+
+        self._handles.append(self.lane.submit(job, f"{self.name} bucket {number}"))
+
+    # -- one bucket
+
+    def _reduce(
+        self,
+        transport: Transport,
+        bucket: Bucket,
+        sources: Sequence[Buffer | None],
+        targets: Sequence[Buffer | None],
+    ) -> None:
+        codec = self._compressor
+
+        def fill(memory: Buffer, place: slice) -> None:
+            for index, elements, where in bucket.parts(place):
+                source = sources[index]
+                assert source is not None
+                codec.encode(source[elements], memory[where])
+
+        def drain(memory: Buffer, place: slice) -> None:
+            for index, elements, where in bucket.parts(place):
+                target = targets[index]
+                assert target is not None
+                codec.decode(memory[where], target[elements], self._factor)
+
+        wire = codec.wire_dtype(bucket.dtype)
+        transport.allreduce_stream(
+            bucket.count, wire, self._op, self._wire_factor, fill, drain
+        )
+
+    def _flat(self, index: int, array: Array) -> Buffer:
+        spec = self.specs[index]
+        if array.shape != spec.shape or array.dtype != spec.dtype:
+            raise UsageError(
+                f"{self.name}: tensor {spec.name} is planned as {spec.dtype}{list(spec.shape)}, "
+                f"got {array.dtype}{list(array.shape)}"
+            )
+        if not array.flags.c_contiguous:
+            raise UsageError(f"{self.name}: tensor {spec.name} is not contiguous")
+        return array.reshape(-1)
+
+    def _describe(self) -> str:
+        nbytes = sum(spec.size * spec.dtype.itemsize for spec in self.specs)
+        head = (
+            f"{self._op.name.lower()} of {self.name}: {len(self.specs)} tensors, {nbytes} bytes, "
+            f"compression {self._compressor.name}, {len(self.buckets)} buckets"
+        )
+        lines = [
+            f"tensor {index} {spec.name}: {spec.dtype}{list(spec.shape)}"
+            for index, spec in enumerate(self.specs)
+        ]
+        return "\n".join([head, *lines])
