@@ -3,8 +3,8 @@
 RingplugError
 ├── ConfigError          a setting is wrong: names it, its value and where it came from
 ├── UnavailableError     nothing fits here: every candidate with its reason
-├── NotInitializedError  a call before init() or after shutdown()      (also a ValueError, as in Horovod)
-├── UsageError           a call or a tensor that cannot work           (also a ValueError)
+├── NotInitializedError  a call before init() or after shutdown()  (a ValueError too)
+├── UsageError           a call or a tensor that cannot work       (a ValueError too)
 ├── MismatchError        ranks disagree: the same text on every rank
 ├── NotReducedError      a training step whose gradients were not averaged
 └── RecoverableError     training can go on after the group is rebuilt

@@ -29,7 +29,6 @@ from ringplug.backend.errors import (
     StalledError,
     UsageError,
 )
-from ringplug.backend.fusion import digest
 from ringplug.backend.handle import Handle
 from ringplug.backend.lane import Lane
 from ringplug.backend.log import get_logger
@@ -79,7 +78,7 @@ class NamedLane:
         self._wakeup = threading.Condition(self._lock)
         self._pending: dict[str, _Pending] = {}
         self._fresh: list[Request] = []
-        self._announced: set[int] = set()
+        self._announced: dict[Request, int] = {}
         self._unwatched = 0
         self._worker: threading.Thread | None = None
         self._closed = False
@@ -198,22 +197,21 @@ class NamedLane:
             return True
         entries: list[str | int] = []
         for request in fresh:
-            text = request.encode()
-            key = digest(text)
-            # What rank 0 has seen from here before is announced by its number.
-            if key in self._announced:
-                entries.append(key)
-            else:
-                entries.append(text)
-                if not request.name.startswith("unnamed."):
-                    self._announced.add(key)
+            number = self._announced.get(request)
+            if number is not None:
+                # Rank 0 has seen it from here before.
+                entries.append(number)
+                continue
+            entries.append(request.encode())
+            if not request.name.startswith("unnamed."):
+                self._announced[request] = len(self._announced)
         self._control.post(0, json.dumps(entries).encode())
         return True
 
     def _hear(self, source: int, payload: bytes) -> None:
         if self._coordinator is not None:
             for entry in json.loads(payload):
-                self._coordinator.enter(source, self._coordinator.request(entry))
+                self._coordinator.enter(source, self._coordinator.request(source, entry))
         else:
             self._carry_out(json.loads(payload))
 
@@ -279,8 +277,7 @@ class NamedLane:
                     self._coordinator.give_up(
                         name,
                         "stalled",
-                        f"{name_ranks(absent)} did not submit it within "
-                        f"{self._config.timeout:g} s",
+                        f"{name_ranks(absent)} did not submit it within {self._config.timeout:g} s",
                         absent,
                     )
                 elif now - started > self._config.stall_warning:
@@ -311,16 +308,18 @@ class _Coordinator:
     def __init__(self, size: int) -> None:
         self._size = size
         self._table: dict[str, dict[int, Request]] = {}
-        self._known: dict[int, str] = {}
+        self._known: list[list[Request]] = [[] for _ in range(size)]
         self._warned: set[str] = set()
         self.answers: list[_Answer] = []
 
-    def request(self, entry: str | int) -> Request:
+    def request(self, source: int, entry: str | int) -> Request:
+        """What a rank announced: in full, or by its number among that rank's named requests."""
+        known = self._known[source]
         if isinstance(entry, int):
-            return Request.decode(self._known[entry])
+            return known[entry]
         request = Request.decode(entry)
         if not request.name.startswith("unnamed."):
-            self._known[digest(entry)] = entry
+            known.append(request)
         return request
 
     def enter(self, rank: int, request: Request) -> None:
@@ -369,9 +368,7 @@ def _allreduce(transport: Transport, items: Sequence[_Pending]) -> list[Array]:
     transport.allreduce(fused, op, factor)
     if len(items) == 1:
         return [fused.reshape(items[0].array.shape)]
-    return [
-        part.copy().reshape(item.array.shape) for part, item in zip(parts, items, strict=True)
-    ]
+    return [part.copy().reshape(item.array.shape) for part, item in zip(parts, items, strict=True)]
 
 
 def _other(transport: Transport, item: _Pending, sizes: Sequence[int]) -> Array:

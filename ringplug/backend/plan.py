@@ -179,9 +179,7 @@ class Plan:
                 codec.decode(memory[where], target[elements], self._factor)
 
         wire = codec.wire_dtype(bucket.dtype)
-        transport.allreduce_stream(
-            bucket.count, wire, self._op, self._wire_factor, fill, drain
-        )
+        transport.allreduce_stream(bucket.count, wire, self._op, self._wire_factor, fill, drain)
 
     def _flat(self, index: int, array: Array) -> Buffer:
         spec = self.specs[index]

@@ -40,7 +40,7 @@ class Request:
 
     def encode(self) -> str:
         """As JSON."""
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps(asdict(self))
 
     @classmethod
     def decode(cls, text: str) -> Request:

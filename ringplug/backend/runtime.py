@@ -50,9 +50,7 @@ class Runtime:
         self._named: NamedLane | None = None
         self._closed = False
         # Made here, where all ranks are: a rank may later use it alone for a while.
-        self.named = NamedLane(
-            self._subset(None), self.lane("named operations"), config
-        )
+        self.named = NamedLane(self._subset(None), self.lane("named operations"), config)
 
     def lane(self, name: str, ranks: Sequence[int] | None = None) -> Lane:
         """A new lane with a communicator and a transport of its own.
@@ -226,9 +224,7 @@ def _install_hooks() -> None:
     _hooks_installed = True
     previous, previous_thread = sys.excepthook, threading.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         previous(kind, error, trace)
         _end_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
 
@@ -254,7 +250,7 @@ def _end_job(code: int) -> None:
 def _at_exit() -> None:
     shutdown()
     runtime = _last
-    if runtime is None or runtime.world.size == 1 and "mpi4py.MPI" not in sys.modules:
+    if runtime is None or (runtime.world.size == 1 and "mpi4py.MPI" not in sys.modules):
         return
     from ringplug.backend.control import mpi
 

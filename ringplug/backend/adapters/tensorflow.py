@@ -8,10 +8,17 @@ import numpy as np
 import tensorflow as tf
 
 from ringplug.backend.adapters import not_on_cpu
-from ringplug.backend.buffers import Array
+from ringplug.backend.buffers import BFLOAT16, Array
 from ringplug.backend.errors import UsageError
 
 __all__ = ["TensorFlowAdapter"]
+
+_EXPORTED = (
+    tf.bool,
+    *(tf.int8, tf.int16, tf.int32, tf.int64),
+    *(tf.uint8, tf.uint16, tf.uint32, tf.uint64),
+    *(tf.float16, tf.float32, tf.float64),
+)
 
 
 class TensorFlowAdapter:
@@ -29,15 +36,17 @@ class TensorFlowAdapter:
             )
         if "CPU" not in (tensor.device or "CPU"):
             raise not_on_cpu(tensor, tensor.device)
-        # EagerTensor hands out its own buffer; .numpy() would copy it.
-        return np.asarray(memoryview(tensor)) if _exports(tensor) else tensor.numpy()
+        # An eager tensor hands out its own memory, where .numpy() may copy it; bfloat16 has no
+        # code there and goes by its bits.
+        if tensor.dtype == tf.bfloat16:
+            bits: Array = np.asarray(memoryview(tf.bitcast(tensor, tf.uint16)))
+            return bits.view(BFLOAT16)
+        if tensor.dtype.is_complex:
+            parts = np.asarray(memoryview(tf.bitcast(tensor, tensor.dtype.real_dtype)))
+            return parts.view(tensor.dtype.as_numpy_dtype)[..., 0]
+        if tensor.dtype not in _EXPORTED:
+            raise UsageError(f"TensorFlow values of {tensor.dtype.name} are no numbers to reduce")
+        return np.asarray(memoryview(tensor))
 
     def like(self, array: Array, tensor: Any) -> Any:
         return tf.convert_to_tensor(array)
-
-
-def _exports(tensor: Any) -> bool:
-    # The buffer protocol has no code for bfloat16 and the like.
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_integer) and (
-        tensor.dtype.as_numpy_dtype.__module__ == "numpy"
-    )

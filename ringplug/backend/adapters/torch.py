@@ -27,7 +27,8 @@ class TorchAdapter:
         if plain.dtype is torch.bfloat16:
             bits: Array = plain.view(torch.int16).numpy()
             return bits.view(BFLOAT16)
-        return plain.numpy()  # type: ignore[no-any-return]
+        dense: Array = plain.numpy()
+        return dense
 
     def like(self, array: Array, tensor: Any) -> Any:
         if array.dtype == BFLOAT16:

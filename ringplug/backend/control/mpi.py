@@ -34,7 +34,7 @@ from ringplug.backend.stall import Wait, name_ranks  # noqa: E402
 from ringplug.backend.world import World  # noqa: E402
 
 if TYPE_CHECKING:
-    from mpi4py.MPI import Comm, Request
+    from mpi4py.MPI import Intracomm, Request
 
 __all__ = ["MpiControl", "finalize"]
 
@@ -105,7 +105,9 @@ def _wait_request(request: Request, what: str, timeout: float) -> None:
 class MpiControl:
     """One private MPI communicator."""
 
-    def __init__(self, comm: Comm, world: World, host_names: Sequence[str], config: Config) -> None:
+    def __init__(
+        self, comm: Intracomm, world: World, host_names: Sequence[str], config: Config
+    ) -> None:
         self.world = world
         self._comm = comm
         self._names = list(host_names)
@@ -114,7 +116,7 @@ class MpiControl:
         self._posted: list[Request] = []
 
     @classmethod
-    def open(cls, config: Config, comm: Comm | None, expected: int | None) -> MpiControl:
+    def open(cls, config: Config, comm: Intracomm | None, expected: int | None) -> MpiControl:
         """Start MPI if need be and make a private duplicate of COMM_WORLD or of `comm`."""
         _initialize()
         parent = MPI.COMM_WORLD if comm is None else comm

@@ -60,8 +60,16 @@ class Transport(Protocol):
     name: str
     rank: int
     size: int
-    traffic: Traffic
-    control: Control
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has caused so far."""
+        ...
+
+    @property
+    def control(self) -> Control:
+        """The channel that this transport owns; its sends and receives are point-to-point."""
+        ...
 
     def agree(self, signature: int, description: str) -> None:
         """Wait for all ranks and check that they are about to do the same thing.

@@ -264,4 +264,3 @@ def _tree(relative: int, size: int) -> tuple[int, list[int]]:
             children.append(relative + bit)
         bit >>= 1
     return relative - lowest if relative else 0, children
-

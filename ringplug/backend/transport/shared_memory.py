@@ -52,7 +52,7 @@ class SharedMemoryTransport:
         self._piece_bytes = max(_SMALL_BYTES, config.staging_bytes // 64 * 64)
         nbytes = _PAGE + _PIECES * self._piece_bytes
         segments = map_segments(control, nbytes, config.timeout)
-        self._words = [memoryview(segment[:_PAGE]).cast("B").cast("q") for segment in segments]
+        self._words = [segment[:_PAGE].data.cast("B").cast("q") for segment in segments]
         self._addresses = [segment.ctypes.data for segment in segments]
         self._pieces = [
             [

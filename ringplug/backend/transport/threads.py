@@ -11,7 +11,11 @@ from ringplug.backend.buffers import Buffer, ReduceOp, fold
 from ringplug.backend.config import Config
 from ringplug.backend.control.threads import ThreadControl
 from ringplug.backend.transport import Piece, Traffic
-from ringplug.backend.transport.direct import allreduce_shares, describe_mismatch, stream_through_buffer
+from ringplug.backend.transport.direct import (
+    allreduce_shares,
+    describe_mismatch,
+    stream_through_buffer,
+)
 
 __all__ = ["ThreadTransport"]
 

@@ -1,0 +1,19 @@
+"""The engine room: knows buffers, never a framework's training loop.
+
+Rooms, in layer order; a module imports from lower layers or from its own room's protocol.
+
+0. ``errors`` the error tree; ``config`` settings, the only reader of the environment; ``log``
+1. ``world`` who is here; ``handle`` one submitted operation; ``stall`` waiting with a deadline;
+   ``buffers`` dtypes and reductions; ``adapters/`` framework tensors as arrays
+2. ``control/`` messages between ranks; ``transport/`` collectives on flat buffers (protocol and
+   arithmetic); ``fusion`` what shares a bucket; ``compression/`` what the wire carries;
+   ``request`` what a named operation asks for
+3. the implementations in ``transport/``
+4. ``lane`` operations in order on one transport
+5. ``plan`` the hot lane; ``named`` the named lane
+6. ``runtime`` everything one rank holds, from init to shutdown
+7. ``ops`` named operations on framework tensors; ``place`` rank, size and relatives
+
+Data flows one way: framework tensor, adapter view, bucket, wire payload, transport, and back
+into the same view. Upward go only handles and exceptions.
+"""
