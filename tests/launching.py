@@ -173,7 +173,7 @@ def start_ranks(
     *args: object,
     timeout: float = 60,
     env: Mapping[str, str] | None = None,
-    launcher: str = "mpirun",
+    launcher: str = "ringrun",
     options: tuple[str, ...] = (),
     directory: Path | None = None,
 ) -> Job:
@@ -207,7 +207,7 @@ def run_ranks(
     timeout: float = 60,
     env: Mapping[str, str] | None = None,
     expect: int | None = 0,
-    launcher: str = "mpirun",
+    launcher: str = "ringrun",
     options: tuple[str, ...] = (),
 ) -> Completed:
     """Run a script or code on `np` ranks and wait for its end.

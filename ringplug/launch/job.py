@@ -21,7 +21,8 @@ from ringplug.backend import config
 __all__ = ["Janitor", "Job", "die_with_parent"]
 
 _PR_SET_PDEATHSIG = 1
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where MPI libraries put their segments
+# Where MPI libraries put their segments.
+_SHARED_MEMORY = Path("/dev/shm")
 _SEGMENTS = ("mpich_shm_*", "sm_segment*", "osc_*", "Intel_MPI_*")
 
 

@@ -1,9 +1,9 @@
 """``python -m ringplug.launch.worker COMMAND...``: what ringrun starts as each rank.
 
 It runs a Python script (``--script``), module (``-m``) or code (``-c``) in this process as
-``python`` would, or replaces itself by another program. An exception or an exit code other than 0 leaves a record for
-ringrun and ends the process at once: the interpreter's own exit would wait in MPI_Finalize for
-ranks that wait for this one.
+``python`` would, or replaces itself by another program. An exception or an exit code other than
+0 leaves a record for ringrun and ends the process at once: the interpreter's own exit would wait
+in MPI_Finalize for ranks that wait for this one.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _end(error: BaseException, directory: Path | None, rank: int) -> None:
     if isinstance(error, SystemExit):
         _quit(f"{text}\n" if text else "", code)
     # The hook of a library may end the job by itself; the record is there already.
-    sys.excepthook(type(error), error, trace)
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
     _quit("", code)
 
 
