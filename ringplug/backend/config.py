@@ -157,7 +157,7 @@ class Config:
         "Size of the pieces in which a ring sends its share, several in flight.",
     )
     staging_bytes: int = _setting(
-        2**20,
+        2**19,
         _positive_bytes,
         "Size of the pieces in which ordinary memory passes through shared memory.",
     )

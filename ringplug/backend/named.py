@@ -41,6 +41,7 @@ __all__ = ["NamedLane"]
 _log = get_logger(__name__)
 
 _SPINS = 200
+_SETTLE = 0.5
 _GRACE = 5.0
 """Seconds that a rank gives rank 0 to say who is late before it says so itself."""
 
@@ -83,6 +84,7 @@ class NamedLane:
         self._worker: threading.Thread | None = None
         self._closed = False
         self._next_check = 0.0
+        self._left_at: dict[int, float] = {}
         self._coordinator = _Coordinator(self._size) if self._rank == 0 else None
 
     def submit(self, request: Request, array: Array, background: bool) -> Handle:
@@ -264,7 +266,7 @@ class NamedLane:
     def _check_time(self) -> None:
         now = time.monotonic()
         self._next_check = now + 0.05
-        departed = self._control.departed()
+        departed = self._gone(now)
         if self._coordinator is not None:
             with self._lock:
                 since = {name: item.since for name, item in self._pending.items()}
@@ -293,6 +295,12 @@ class NamedLane:
                 absent=[0],
                 seconds=now - oldest,
             )
+
+    def _gone(self, now: float) -> set[int]:
+        """Ranks that left long enough ago for what they sent before to have arrived."""
+        for rank in self._control.departed():
+            self._left_at.setdefault(rank, now)
+        return {rank for rank, since in self._left_at.items() if now - since > _SETTLE}
 
     def _fail_all(self, error: BaseException) -> None:
         with self._lock:

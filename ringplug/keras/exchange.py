@@ -1,0 +1,177 @@
+"""What a training step asks of the backend: lists of gradients, reduced over the ranks.
+
+An exchange is fixed by its tensors' shapes and dtypes. It is made while a step is traced, or in
+an eager step, and called with numpy views of the framework's memory while the step runs. All
+traffic of steps uses one lane of its own, so that it cannot meet a callback's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringplug.backend import runtime
+from ringplug.backend.buffers import Array, ReduceOp, scale_into
+from ringplug.backend.errors import MismatchError
+from ringplug.backend.fusion import TensorSpec
+from ringplug.backend.lane import Lane
+from ringplug.backend.plan import Plan
+from ringplug.backend.transport import Transport
+from ringplug.keras.latch import Latch
+
+__all__ = ["DenseExchange", "Meter", "SparseExchange", "step_lane"]
+
+_lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
+
+
+def step_lane() -> Lane:
+    """The lane of compiled steps; made on first use, which is collective over all ranks."""
+    current = runtime.current()
+    lane = _lanes.get(current)
+    if lane is None:
+        lane = _lanes[current] = current.lane("keras")
+    return lane
+
+
+class Meter:
+    """What became of one optimizer's reductions.
+
+    Attributes:
+        updates: Reductions of gradients that have been completed.
+        latch: The first error of a reduction, until it is raised.
+    """
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self.latch = Latch()
+
+    def run(self, work: Callable[[], None], counts: bool) -> None:
+        """Do `work` unless an error waits; latch what it raises, and raise it."""
+        earlier = self.latch.waiting()
+        if earlier is not None:
+            raise earlier
+        try:
+            work()
+        except BaseException as error:
+            self.latch.put(error)
+            raise
+        if counts:
+            self.updates += 1
+
+
+class DenseExchange:
+    """Reduces a fixed list of tensors, all at once."""
+
+    def __init__(
+        self,
+        meter: Meter,
+        specs: Sequence[TensorSpec],
+        name: str,
+        op: ReduceOp,
+        compression: str | None,
+    ) -> None:
+        self.meter = meter
+        self.specs = tuple(specs)
+        self._name = name
+        self._op = op
+        self._compression = compression
+        self._plan: Plan | None = None
+        self._runtime: object = None
+
+    def __call__(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
+        """Reduce `sources` into `targets`, which may be the same arrays.
+
+        Raises:
+            RingplugError: What the plan raises; kept in the meter's latch as well.
+        """
+        self.meter.run(lambda: self._current().run(sources, targets), self._op != ReduceOp.MAX)
+
+    def _current(self) -> Plan:
+        current = runtime.current()
+        if self._plan is None or self._runtime is not current:
+            self._runtime = current
+            self._plan = current.plan(
+                self.specs,
+                name=self._name,
+                op=self._op,
+                compression=self._compression,
+                lane=step_lane(),
+            )
+        return self._plan
+
+
+class SparseExchange:
+    """Gathers one sparse gradient: rows and their indices, of every rank, in rank order.
+
+    The sum over ranks of sparse gradients is exactly the sparse gradient with all their rows.
+    """
+
+    def __init__(
+        self, meter: Meter, row: tuple[int, ...], dtype: str, name: str, op: ReduceOp
+    ) -> None:
+        self.meter = meter
+        self.row = row
+        self._name = name
+        self._op = op
+        self._dtype = dtype
+        self._agreed = False
+
+    def __call__(self, values: Array, indices: Array) -> tuple[Array, Array]:
+        """All ranks' rows, divided by the number of ranks for an average, and their indices.
+
+        Args:
+            values: ``[rows, *row]``; the number of rows may differ between ranks.
+            indices: ``[rows]``, the same integer type on all ranks.
+        """
+        gathered: list[Array] = []
+        self.meter.run(lambda: gathered.extend(self._gather(values, indices)), False)
+        return gathered[0], gathered[1]
+
+    def into(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
+        """The same with memory for the result, where it must be known beforehand.
+
+        Raises:
+            MismatchError: Ranks have different numbers of rows, which needs a result of
+                another size than the compiled program has.
+        """
+
+        def work() -> None:
+            for target, part in zip(targets, self._gather(*sources), strict=True):
+                if part.shape != target.shape:
+                    raise MismatchError(
+                        f"{self._name}: ranks have {part.shape[0]} rows together, the program "
+                        f"compiled with jit_compile=True has {target.shape[0]}, its own number "
+                        "times the ranks. Give all ranks batches of one size, or use "
+                        "DistributedOptimizer(..., sparse_as_dense=True) or jit_compile=False"
+                    )
+                target[...] = part
+
+        self.meter.run(work, False)
+
+    def _gather(self, values: Array, indices: Array) -> tuple[Array, Array]:
+        factor = 1.0 / runtime.current().world.size if self._op == ReduceOp.AVERAGE else 1.0
+        width = int(np.prod(self.row, dtype=np.int64))
+
+        def job(transport: Transport) -> tuple[Array, Array]:
+            if not self._agreed:
+                what = f"gather of {self._name}: rows {self.row} {self._dtype}, {indices.dtype}"
+                digest = hashlib.sha256(what.encode()).digest()
+                transport.agree(int.from_bytes(digest[:7], "big"), what)
+                self._agreed = True
+            mine = np.array([len(indices)], np.int64)
+            counts = np.empty(transport.size, np.int64)
+            transport.allgather(mine, counts, [1] * transport.size)
+            rows = [int(count) for count in counts]
+            all_values = np.empty(sum(rows) * width, values.dtype)
+            flat = np.ascontiguousarray(values).reshape(-1)
+            transport.allgather(flat, all_values, [count * width for count in rows])
+            all_indices = np.empty(sum(rows), indices.dtype)
+            transport.allgather(np.ascontiguousarray(indices), all_indices, rows)
+            scale_into(all_values, factor, all_values)
+            return all_values.reshape(-1, *self.row), all_indices
+
+        return step_lane().run(job, self._name)

@@ -1,0 +1,65 @@
+"""How a training step reaches the backend; one implementation for each Keras backend.
+
+`step_torch`, `step_tensorflow` and `step_jax` offer the same functions; the names here are
+those of the Keras backend in use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import keras
+
+from ringplug.backend.buffers import Array
+from ringplug.backend.errors import UnavailableError
+
+__all__ = [
+    "densify",
+    "gather",
+    "is_eager",
+    "is_sparse",
+    "is_tensor",
+    "refuse",
+    "run",
+    "run_flagged",
+    "settle",
+]
+
+Tensors: TypeAlias = Sequence[Any]
+
+_NAME = keras.backend.backend()
+if _NAME not in ("tensorflow", "jax", "torch"):
+    raise UnavailableError(
+        f"Keras runs on {_NAME}, which cannot train; "
+        "ringplug.keras works on tensorflow, jax and torch"
+    )
+_here = importlib.import_module(f"ringplug.keras.step_{_NAME}")
+
+is_tensor: Callable[[Any], bool] = _here.is_tensor
+"""Whether it is a tensor of this backend, sparse ones included."""
+
+is_sparse: Callable[[Any], bool] = _here.is_sparse
+"""Whether it is a sparse gradient."""
+
+densify: Callable[[Any], Any] = _here.densify
+"""A sparse gradient as a dense tensor."""
+
+is_eager: Callable[[Tensors], bool] = _here.is_eager
+"""Whether the tensors' values are here, as opposed to a program being traced."""
+
+run: Callable[[Any, Tensors, Tensors], list[Any]] = _here.run
+"""``run(exchange, tensors, variables)``: the reduced tensors, now or in the program."""
+
+run_flagged: Callable[[Any, Tensors, Tensors, Array], tuple[list[Any], Array]] = _here.run_flagged
+"""Eager only: ``run`` with one more array at the end, whose reduction is returned too."""
+
+gather: Callable[[Any, Any], Any] = _here.gather
+"""``gather(exchange, sparse)``: the sparse gradient with the rows of all ranks."""
+
+refuse: Callable[[], None] = _here.refuse
+"""Raises UsageError where another kind of distribution is active."""
+
+settle: Callable[[Any], None] = _here.settle
+"""``settle(optimizer)``: waits until the steps that were started have run, well or not."""

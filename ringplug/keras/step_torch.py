@@ -1,0 +1,118 @@
+"""Keras on torch: steps are eager, and gradients are reduced where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from ringplug.backend.adapters import view
+from ringplug.backend.buffers import Array
+from ringplug.backend.errors import UsageError
+from ringplug.keras.exchange import DenseExchange, SparseExchange
+
+__all__ = [
+    "densify",
+    "gather",
+    "is_eager",
+    "is_sparse",
+    "is_tensor",
+    "refuse",
+    "run",
+    "run_flagged",
+    "settle",
+]
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a torch tensor."""
+    return isinstance(value, torch.Tensor)
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether it is a tensor with a sparse layout."""
+    return isinstance(value, torch.Tensor) and value.layout != torch.strided
+
+
+def densify(value: Any) -> Any:
+    """A strided tensor of the same values."""
+    return value.to_dense()
+
+
+def is_eager(tensors: Sequence[Any]) -> bool:
+    """Always: ``torch.compile`` breaks its graph where an exchange is made."""
+    del tensors
+    return True
+
+
+def run(exchange: DenseExchange, tensors: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+    """The reduced tensors."""
+    return _run(exchange, list(tensors), list(variables), [])[0]
+
+
+def run_flagged(
+    exchange: DenseExchange, tensors: Sequence[Any], variables: Sequence[Any], flags: Array
+) -> tuple[list[Any], Array]:
+    """The reduced tensors and flags."""
+    reduced, extra = _run(exchange, list(tensors), list(variables), [flags])
+    return reduced, extra[0]
+
+
+@torch.compiler.disable
+def _run(
+    exchange: DenseExchange, tensors: list[Any], variables: list[Any], extra: list[Array]
+) -> tuple[list[Any], list[Array]]:
+    results: list[Any] = []
+    sources: list[Array] = []
+    targets: list[Array] = []
+    with torch.no_grad():
+        for index, tensor in enumerate(tensors):
+            source = tensor.detach().contiguous()
+            owner = variables[index] if index < len(variables) else None
+            # A gradient that its variable owns is reduced in place, as it would be by DDP;
+            # anything else may be used elsewhere.
+            value = getattr(owner, "value", None)
+            owned = isinstance(value, torch.Tensor) and value.grad is tensor
+            copied = source.data_ptr() != tensor.data_ptr()
+            result = source if owned or copied else torch.empty_like(source)
+            results.append(result)
+            sources.append(view(source))
+            targets.append(view(result))
+        more = [np.empty_like(array) for array in extra]
+        exchange([*sources, *extra], [*targets, *more])
+    return results, more
+
+
+def gather(exchange: SparseExchange, gradient: Any) -> Any:
+    """Not possible: Keras' optimizers on torch take dense gradients only.
+
+    Raises:
+        UsageError: Always.
+    """
+    raise UsageError(
+        f"a gradient with layout {gradient.layout} reached the optimizer; "
+        "use DistributedOptimizer(..., sparse_as_dense=True)"
+    )
+
+
+def refuse() -> None:
+    """Raise where Keras would distribute by itself.
+
+    Raises:
+        UsageError: ``torch.distributed`` is initialised on a Keras that then wraps the model
+            in DDP and averages metrics.
+    """
+    version = tuple(int(part) for part in keras.__version__.split(".")[:2])
+    if version >= (3, 16) and torch.distributed.is_available():
+        if torch.distributed.is_initialized():
+            raise UsageError(
+                "torch.distributed is initialised, and Keras 3.16 and later then averages "
+                "gradients itself; use either that or ringplug"
+            )
+
+
+def settle(optimizer: Any) -> None:
+    """Nothing to wait for."""
