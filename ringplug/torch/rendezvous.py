@@ -1,0 +1,126 @@
+"""How ``init_process_group("ring")`` learns rank, size and store, and makes groups.
+
+torch's ``env://`` needs MASTER_ADDR and MASTER_PORT. Under an MPI launcher nobody sets them,
+and nobody needs to: the ranks can already talk, so rank 0 opens a store on a free port and
+tells the others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringplug.backend import config, log, ops, runtime
+from ringplug.backend.errors import UsageError
+from ringplug.backend.runtime import Runtime
+from ringplug.torch.process_group import RingProcessGroup
+from ringplug.torch.selftest import check_once
+
+__all__ = ["create_group", "make_store", "register"]
+
+_log = log.get_logger(__name__)
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def register() -> None:
+    """Make ``ring`` known to torch.distributed. Starts nothing; may be called again."""
+    if hasattr(dist.Backend, "RING"):
+        return
+    dist.Backend.register_backend("ring", create_group, extended_api=True, devices=["cpu", "cuda"])
+    dist.register_rendezvous_handler("ring", _rendezvous)
+    # As an attribute, torch.distributed.rendezvous is the function of that name.
+    module = importlib.import_module("torch.distributed.rendezvous")
+    handlers = getattr(module, "_rendezvous_handlers", None)
+    if handlers is None or "env" not in handlers:
+        _log.warning(
+            "torch %s keeps its rendezvous handlers elsewhere: pass init_method='ring://' to "
+            "init_process_group",
+            torch.__version__,
+        )
+        return
+    of_torch = handlers["env"]
+
+    def env(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        if config.has_master() or "?" in url:
+            return of_torch(url, *args, **kwargs)
+        return _rendezvous(url, *args, **kwargs)
+
+    handlers["env"] = env
+
+
+def _rendezvous(
+    url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any
+) -> Iterator[tuple[dist.Store, int, int]]:
+    """torch's protocol: yields store, rank and size once."""
+    rt = runtime.init()
+    yield make_store(rt, timeout), rt.world.rank, rt.world.size
+    raise RuntimeError("a ring rendezvous cannot be repeated; destroy the group and begin anew")
+
+
+def make_store(rt: Runtime, timeout: timedelta) -> dist.Store:
+    """A key-value store that all ranks share, served by rank 0 on a free port. Collective."""
+    address = ""
+    store: Any = None
+    if rt.world.rank == 0:
+        address = "127.0.0.1" if len(set(rt.world.hosts)) == 1 else _own_address()
+        store = dist.TCPStore(address, 0, None, True, timeout, wait_for_workers=False)
+    host, port = ops.broadcast_object((address, store.port if store else 0), root_rank=0)
+    if store is None:
+        store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+    return store  # type: ignore[no-any-return]
+
+
+def _own_address() -> str:
+    """An address of this host that other hosts reach."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Sends nothing: only asks which interface leads out.
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
+
+
+def create_group(options: Any, backend_options: Any = None) -> RingProcessGroup:
+    """Called by torch for each group with the backend ``ring``; collective over its ranks.
+
+    Args:
+        options: torch's: rank, size and name of the group, its global ranks (none: all),
+            store and timeout.
+        backend_options: ``pg_options`` of the user; there are none for this backend.
+
+    Raises:
+        UsageError: torch's ranks are not those of the launched processes.
+    """
+    if backend_options is not None:
+        raise UsageError("the backend ring has no pg_options")
+    rt = runtime.init()
+    members = list(options.global_ranks_in_group) or list(range(rt.world.size))
+    if options.group_size != len(members) or (
+        rt.world.rank not in members or members.index(rt.world.rank) != options.group_rank
+    ):
+        raise UsageError(
+            f"torch.distributed was told rank {options.group_rank} of {options.group_size}, but "
+            f"this is rank {rt.world.rank} of {rt.world.size} by ringplug; start the processes "
+            "with ringrun, mpirun or srun and pass neither rank nor world_size"
+        )
+    name = str(options.group_id)
+    timeout = options.timeout.total_seconds()
+    settings = rt.config
+    if options.timeout != _DEFAULT_TIMEOUT:
+        settings = dataclasses.replace(settings, timeout=timeout)
+    group = RingProcessGroup(
+        rt.lane(f"process group {name}", members, timeout=settings.timeout),
+        rt.lane(f"messages of process group {name}", members, timeout=settings.timeout),
+        settings,
+        name,
+    )
+    check_once(group)
+    return group
