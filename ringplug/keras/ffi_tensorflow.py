@@ -181,13 +181,18 @@ def probe() -> str:
             (w,) = call(targets[1], [x], [(x.shape, x.dtype)], True)
             return y, z, w
 
-        with tf.device("CPU:0"):
+        with tf.init_scope(), tf.device("CPU:0"):
             results = [
                 [np.asarray(r) for r in tf.function(program, jit_compile=jit)(tf.constant(given))]
                 for jit in (False, True)
             ]
     except (
-        RuntimeError, ValueError, TypeError, AttributeError, ImportError, tf.errors.OpError
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        tf.errors.OpError,
     ) as error:
         return f"the custom call fails on this TensorFlow: {type(error).__name__}: {error}"
     if seen != [0, 1, 0, 1]:

@@ -52,6 +52,7 @@ class Reduction:
         meter: Counts and errors.
         scaled: By how much the learning rate was multiplied because of the world's size.
         checked: Optimizer iterations and completed reductions when they were last compared.
+        target: The learning rates that an unfinished warm-up leads to.
     """
 
     def __init__(self, options: Options, label: str) -> None:
@@ -59,6 +60,7 @@ class Reduction:
         self.meter = Meter()
         self.scaled = 1.0
         self.checked: tuple[int, int] | None = None
+        self.target: list[float] | None = None
         self._label = options.name or label
         self._exchanges: dict[Any, Any] = {}
 
@@ -134,9 +136,7 @@ class Reduction:
                 exchange = self._dense_exchange(result, variables, present, self.options.op)
                 tensors = self._predivide([result[index] for index in present])
                 owned = [variables[index] for index in present]
-                self._store(
-                    result, present, self._postmultiply(step.run(exchange, tensors, owned))
-                )
+                self._store(result, present, self._postmultiply(step.run(exchange, tensors, owned)))
             return
         if not indices:
             return

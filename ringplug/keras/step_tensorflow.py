@@ -63,7 +63,9 @@ def run(exchange: DenseExchange, tensors: Sequence[Any], variables: Sequence[Any
     ]
     if _use_ffi():
         target = ffi_tensorflow.target_of(exchange, exchange)
-        shapes = [(spec.shape, tensor.dtype) for spec, tensor in zip(exchange.specs, tensors, strict=True)]
+        shapes = [
+            (spec.shape, tensor.dtype) for spec, tensor in zip(exchange.specs, tensors, strict=True)
+        ]
         return ffi_tensorflow.call(target, tensors, shapes, alias=True)
 
     def callback(*sources: Array) -> list[Array]:

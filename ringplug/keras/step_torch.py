@@ -106,12 +106,12 @@ def refuse() -> None:
             in DDP and averages metrics.
     """
     version = tuple(int(part) for part in keras.__version__.split(".")[:2])
-    if version >= (3, 16) and torch.distributed.is_available():
-        if torch.distributed.is_initialized():
-            raise UsageError(
-                "torch.distributed is initialised, and Keras 3.16 and later then averages "
-                "gradients itself; use either that or ringplug"
-            )
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if version >= (3, 16) and distributed:
+        raise UsageError(
+            "torch.distributed is initialised, and Keras 3.16 and later then averages "
+            "gradients itself; use either that or ringplug"
+        )
 
 
 def settle(optimizer: Any) -> None:

@@ -60,7 +60,7 @@ _Extension._fields_ = [
     ("type", ctypes.c_int),
     ("next", ctypes.POINTER(_Extension)),
 ]
-_HEAD: Final = [
+_HEAD: Final[list[Any]] = [
     ("struct_size", ctypes.c_size_t),
     ("extension", ctypes.POINTER(_Extension)),
 ]
@@ -185,8 +185,8 @@ class Handler:
             return None
         try:
             self._body(_arrays(frame.args), _arrays(frame.rets))
-        except BaseException as error:
-            # Nothing may escape into C; the body has latched what its caller needs to raise.
+        except BaseException as error:  # noqa: BLE001 - nothing may escape into C
+            # The body has latched it for whoever can raise it.
             return _error(frame.api.contents, error)
         return None
 
@@ -205,8 +205,8 @@ def _arrays(values: _Values) -> list[Array]:
         if nbytes == 0:
             arrays.append(np.empty(shape, dtype))
             continue
-        memory = (ctypes.c_char * nbytes).from_address(buffer.data)
-        arrays.append(np.ndarray(shape, dtype, memory))
+        memory: Any = (ctypes.c_char * nbytes).from_address(buffer.data)
+        arrays.append(np.frombuffer(memory, dtype).reshape(shape))
     return arrays
 
 

@@ -1,0 +1,73 @@
+"""All ranks start from one rank's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringplug.backend import ops
+from ringplug.keras.callbacks.base import RingCallback
+from ringplug.keras.state import broadcast_model
+
+__all__ = ["BroadcastGlobalVariablesCallback"]
+
+
+class BroadcastGlobalVariablesCallback(RingCallback):
+    """Give every rank the weights and the optimizer's state of one rank, before the first batch.
+
+    The optimizer is built first, so its slots, iterations and learning rate are included, and
+    so is the epoch to start from. Put it after ``BackupAndRestore``, which restores at the same
+    moment, and before everything that reads the state. A subclassed model that TensorFlow
+    builds in its first batch is broadcast right after that batch.
+
+    Args:
+        root_rank: Whose state everybody gets.
+        device: Accepted for Horovod's sake; without effect.
+        local_variables: Not supported: variables that stay local must not be in the model.
+        seeds_differ: Random layers such as dropout draw other numbers on each rank (default)
+            or the same ones (False).
+
+    Raises:
+        MismatchError: From `fit`, on every rank, when the ranks' models differ in the shape or
+            dtype of a variable; with a table of the differences.
+    """
+
+    def __init__(
+        self,
+        root_rank: int = 0,
+        device: str = "",
+        local_variables: Any = None,
+        seeds_differ: bool = True,
+    ) -> None:
+        super().__init__()
+        if local_variables:
+            raise ValueError("local_variables: every variable of the model is broadcast")
+        del device
+        self.root_rank = root_rank
+        self.seeds_differ = seeds_differ
+        self._waits = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        if not self.distributed:
+            return
+        model = self.model
+        built = ops.allgather_object(bool(model.built and model.variables), "keras.built")
+        epoch = getattr(model, "_initial_epoch", None)
+        model._initial_epoch = ops.broadcast_object(epoch, self.root_rank, "keras.initial_epoch")
+        self._waits = not all(built)
+        if not self._waits:
+            broadcast_model(model, self.root_rank, self.seeds_differ)
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_batch_begin(batch, logs)
+        if self._waits and self.model.built and self.model.optimizer.built:
+            self._late()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self._waits:
+            self._late()
+
+    def _late(self) -> None:
+        self._waits = False
+        broadcast_model(self.model, self.root_rank, self.seeds_differ)

@@ -1,0 +1,300 @@
+"""Callbacks that set the learning rate, batch by batch."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from ringplug.backend import runtime
+from ringplug.backend.errors import UsageError
+from ringplug.keras import learning_rate, schedules
+from ringplug.keras.callbacks.base import RingCallback
+from ringplug.keras.optimizer import reduction_of
+
+__all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
+
+
+class LearningRateScheduleCallback(RingCallback):
+    """Set the learning rate to ``initial_lr * multiplier`` between two epochs.
+
+    Args:
+        initial_lr: The learning rate that is multiplied, already as large as it should be for
+            all ranks together. Giving it takes back what `DistributedOptimizer` multiplied the
+            learning rate by, since it says what the learning rate is to be.
+        multiplier: A function of the epoch, or a number m, which means
+            ``m ** (epoch - start_epoch)``.
+        start_epoch: First epoch (from 0) in which this callback acts.
+        end_epoch: First epoch in which it does not any more; None for never.
+        staircase: Set it once per epoch, at whole epochs; False: before every batch, where the
+            epoch that `multiplier` gets has a fraction. With ``steps_per_execution`` that is
+            before every execution.
+        momentum_correction: Not possible in Keras 3, which compiles momentum into the step;
+            warns where the optimizer has momentum.
+        steps_per_epoch: Batches per epoch, where `fit` cannot know them.
+
+    Raises:
+        UsageError: The learning rate is a schedule (see `ringplug.keras.schedules`), or the
+            number of batches is needed and not known.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise UsageError("initial_lr is needed: the learning rate that is multiplied")
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase or not callable(multiplier)
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        if callable(multiplier):
+            self.multiplier = multiplier
+        else:
+            constant = float(multiplier)
+            self.multiplier = lambda epoch: constant ** (epoch - start_epoch)
+        self._epoch = 0
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        optimizer = self.model.optimizer
+        _refuse_schedule(optimizer, type(self).__name__)
+        undo_scaling(optimizer)
+        if self.momentum_correction:
+            warn_about_momentum(optimizer)
+        if not self.staircase:
+            self.steps_per_epoch = steps_of(self)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_batch_begin(batch, logs)
+        ended = self.end_epoch is not None and self._epoch >= self.end_epoch
+        if self._epoch < self.start_epoch or ended:
+            return
+        if self.staircase:
+            if batch == 0:
+                self._set(self.initial_lr * self.multiplier(self._epoch))
+        else:
+            assert self.steps_per_epoch is not None
+            epoch = self._epoch + batch / self.steps_per_epoch
+            self._set(self.initial_lr * self.multiplier(epoch))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if logs is not None:
+            logs["lr"] = learning_rate.current(self.model.optimizer)[0]
+
+    def _set(self, rate: float) -> None:
+        optimizer = self.model.optimizer
+        learning_rate.assign(optimizer, [rate] * len(learning_rate.leaves(optimizer)))
+
+
+class LearningRateWarmupCallback(RingCallback):
+    """Raise the learning rate linearly, from 1/size of its target to all of it.
+
+    Before batch b of epoch e (both from 0), the learning rate is
+    ``target / size * (1 + (e + (b + 1) / steps) * (size - 1) / warmup_epochs)``, which is the
+    target in the last batch of the warm-up. Afterwards this callback does nothing.
+
+    With `initial_lr` not given, the target is the optimizer's learning rate, which
+    `DistributedOptimizer` has multiplied already: nothing is scaled twice. A script that scales
+    by itself passes its scaled learning rate as `initial_lr`: that is then the target, and what
+    `DistributedOptimizer` multiplied is taken back.
+
+    A learning rate that is a ``LearningRateSchedule`` is warmed up inside the step: the
+    schedule is replaced by `ringplug.keras.schedules.Warmup` of it until training ends after
+    the warm-up.
+
+    Args:
+        initial_lr: The target; the optimizer's learning rate by default.
+        warmup_epochs: Number of epochs, which may be fractional.
+        momentum_correction: Not possible in Keras 3, which compiles momentum into the step;
+            warns where the optimizer has momentum.
+        steps_per_epoch: Batches per epoch, where `fit` cannot know them.
+        verbose: 1: rank 0 prints a line when the warm-up ends.
+
+    Raises:
+        UsageError: The number of batches is not known; or `initial_lr` and a schedule.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float | None = None,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__()
+        self.initial_lr = initial_lr
+        self.warmup_epochs = warmup_epochs
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.verbose = verbose
+        self._epoch = 0
+        self._steps = 0
+        self._targets: list[float] | None = None
+        self._scheduled = False
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        reduction = reduction_of(model.optimizer)
+        if self.initial_lr is not None or reduction is None or not self.distributed:
+            return
+        if not _has_schedule(model.optimizer) and reduction.target is None:
+            # Taken before a checkpoint is restored, which may be from amid a warm-up.
+            reduction.target = learning_rate.current(model.optimizer)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_begin(logs)
+        if not self.distributed or self.warmup_epochs <= 0:
+            return
+        self._steps = steps_of(self)
+        optimizer = self.model.optimizer
+        reduction = reduction_of(optimizer)
+        if self.momentum_correction:
+            warn_about_momentum(optimizer)
+        if _has_schedule(optimizer):
+            if self.initial_lr is not None:
+                _refuse_schedule(optimizer, "LearningRateWarmupCallback(initial_lr=...)")
+            self._schedule(optimizer)
+        elif self.initial_lr is not None:
+            undo_scaling(optimizer)
+            self._targets = [self.initial_lr] * len(learning_rate.leaves(optimizer))
+        else:
+            assert reduction is not None
+            self._targets = reduction.target
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_begin(epoch, logs)
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_batch_begin(batch, logs)
+        if self._targets is None or self._epoch >= self.warmup_epochs:
+            return
+        self._set((self._epoch * self._steps + batch + 1) / (self.warmup_epochs * self._steps))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if not self.distributed or self.warmup_epochs <= 0:
+            return
+        if epoch < self.warmup_epochs <= epoch + 1:
+            if self._targets is not None:
+                # With several steps per execution the last batch was not seen by itself.
+                self._set(1.0)
+                self._done()
+            rates = learning_rate.current(self.model.optimizer)
+            if self.verbose and runtime.current().world.rank == 0:
+                shown = ", ".join(f"{rate:g}" for rate in rates)
+                sys.stdout.write(
+                    f"\nEpoch {epoch + 1}: finished learning rate warm-up to {shown}\n"
+                )
+                sys.stdout.flush()
+        if logs is not None:
+            logs["lr"] = learning_rate.current(self.model.optimizer)[0]
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        super().on_train_end(logs)
+        if not self._scheduled:
+            return
+        self._scheduled = False
+        changed = False
+        for leaf in learning_rate.leaves(self.model.optimizer):
+            rate = leaf._learning_rate
+            done = int(keras.ops.convert_to_numpy(leaf._iterations))
+            if isinstance(rate, schedules.Warmup) and done >= rate.start + rate.steps:
+                leaf._learning_rate = rate.schedule
+                changed = True
+        if changed:
+            self.model.train_function = None
+
+    def _set(self, progress: float) -> None:
+        size = runtime.current().world.size
+        factor = (1 + min(progress, 1.0) * (size - 1)) / size
+        assert self._targets is not None
+        learning_rate.assign(self.model.optimizer, [t * factor for t in self._targets])
+
+    def _done(self) -> None:
+        reduction = reduction_of(self.model.optimizer)
+        if reduction is not None:
+            reduction.target = None
+
+    def _schedule(self, optimizer: Any) -> None:
+        steps = max(1, round(self.warmup_epochs * self._steps))
+        size = runtime.current().world.size
+        changed = False
+        for leaf in learning_rate.leaves(optimizer):
+            rate = leaf._learning_rate
+            if isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
+                self._scheduled = True
+                if not isinstance(rate, schedules.Warmup):
+                    leaf._learning_rate = schedules.Warmup(rate, steps, size)
+                    changed = True
+        if changed:
+            self.model.make_train_function(force=True)
+
+
+def steps_of(callback: RingCallback) -> int:
+    """Batches per epoch."""
+    given: int | None = getattr(callback, "steps_per_epoch", None)
+    found = given or callback.params.get("steps")
+    if not found:
+        raise UsageError(
+            f"{type(callback).__name__}(steps_per_epoch=...) is needed: "
+            "the data do not say how many batches they are"
+        )
+    return int(found)
+
+
+def undo_scaling(optimizer: Any) -> None:
+    """Take back the automatic scaling where the user says what the learning rate is to be."""
+    reduction = reduction_of(optimizer)
+    if reduction is None or reduction.scaled == 1.0:
+        return
+    learning_rate.scale(optimizer, 1.0 / reduction.scaled, announce=False)
+    reduction.scaled = 1.0
+    if runtime.current().world.rank == 0:
+        sys.stdout.write("ringplug: initial_lr is given, so the automatic scaling is undone\n")
+        sys.stdout.flush()
+
+
+def warn_about_momentum(optimizer: Any) -> None:
+    """Say, once on rank 0, that momentum stays as it is while the learning rate changes."""
+    world = runtime.current().world
+    momentum = [getattr(leaf, "momentum", None) for leaf in learning_rate.leaves(optimizer)]
+    if world.rank == 0 and any(isinstance(m, float) and m > 0 for m in momentum):
+        warnings.warn(
+            "momentum_correction is not possible: Keras 3 compiles momentum into the training "
+            "step. It stays as it is (momentum_correction=False silences this)",
+            stacklevel=2,
+        )
+
+
+def _has_schedule(optimizer: Any) -> bool:
+    kind = keras.optimizers.schedules.LearningRateSchedule
+    return any(isinstance(one._learning_rate, kind) for one in learning_rate.leaves(optimizer))
+
+
+def _refuse_schedule(optimizer: Any, who: str) -> None:
+    if _has_schedule(optimizer):
+        raise UsageError(
+            f"{who}: the optimizer's learning rate is a LearningRateSchedule, which cannot be "
+            "set; give the optimizer a number, or build the schedule from "
+            "ringplug.keras.schedules.Warmup and Scaled"
+        )
