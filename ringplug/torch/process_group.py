@@ -45,6 +45,10 @@ class RingProcessGroup(dist.ProcessGroup):
         messages: Carries sends and receives; the group owns it.
         config: The deadline of messages.
         name: torch's name of the group.
+
+    Attributes:
+        overlap: False runs also asynchronous operations at once, on the calling thread, which
+            is faster where the cores are all busy.
     """
 
     def __init__(self, lane: Lane, messages: Lane, config: Config, name: str) -> None:
@@ -56,6 +60,7 @@ class RingProcessGroup(dist.ProcessGroup):
         self._description = "undefined"
         self._sequence = 0
         self._closed = False
+        self.overlap = True
 
     # -- what torch asks about a group
 
@@ -148,8 +153,29 @@ class RingProcessGroup(dist.ProcessGroup):
             result: What the work's future holds.
             opts: torch's options; `asyncOp` says whether the caller goes on meanwhile.
         """
-        try:
+
+        def checked() -> Task:
             check_devices(op, list(tensors))
+            return build()
+
+        return RingWork(self.start(op, checked, getattr(opts, "asyncOp", True)), result)
+
+    def start(self, op: str, build: Callable[[], Task], later: bool = False) -> Handle:
+        """Agree with the other ranks on a task and run it, in order with the collectives.
+
+        Args:
+            op: Its name.
+            build: Checks the arguments and says what to do; what it raises, the operation
+                raises on this rank, and the others get a MismatchError.
+            later: Let the lane's thread do it.
+
+        Returns:
+            A handle; ended unless `later`.
+
+        Raises:
+            RingplugError: Unless `later`: what went wrong.
+        """
+        try:
             task = build()
         except RingplugError as error:
             task = _refused(error)
@@ -165,12 +191,18 @@ class RingProcessGroup(dist.ProcessGroup):
                 task.job(transport)
 
         name = f"{op} {task.what[:160]}"
-        if getattr(opts, "asyncOp", True):
-            return RingWork(self._lane.submit(job, name), result)
-        self._lane.run(job, name)
-        done = Handle(name)
-        done.finish()
-        return RingWork(done, result)
+        if later and self.overlap:
+            return self._lane.submit(job, name)
+        handle = Handle(name)
+        try:
+            self._lane.run(job, name)
+        except RingplugError as error:
+            if not later:
+                raise
+            handle.fail(error)
+        else:
+            handle.finish()
+        return handle
 
     # -- collectives
 

@@ -1,0 +1,58 @@
+"""ringplug for Lightning 2: ``Trainer(strategy=RingStrategy())``.
+
+    from ringplug.lightning import RingStrategy
+    trainer = Trainer(strategy=RingStrategy())      # or strategy="ring"
+
+Works with ``import lightning`` and with ``import pytorch_lightning``. Where a program imports
+both, say which one its Trainer comes from: ``strategy_class("lightning")()``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ringplug.backend import config
+from ringplug.lightning.trees import TREES, Tree, default_tree, loaded, tree_named, when_loaded
+
+__all__ = ["RingStrategy", "strategy_class"]
+
+RingStrategy: Any
+
+
+def strategy_class(tree: str | None = None) -> type[Any]:
+    """The class RingStrategy for one of Lightning's module trees.
+
+    Args:
+        tree: ``pytorch_lightning`` or ``lightning``; by default the one that is imported, and
+            pytorch_lightning where both are or neither is.
+
+    Raises:
+        UsageError: There is no such tree.
+        UnavailableError: Lightning is not installed.
+    """
+    chosen = default_tree() if tree is None else tree_named(tree)
+    return importlib.import_module(chosen.adapter).RingStrategy  # type: ignore[no-any-return]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RingStrategy":
+        return strategy_class()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _add_names(tree: Tree) -> None:
+    registry = tree.module("strategies").StrategyRegistry
+    strategy_class(tree.name).register_strategies(registry)
+
+
+def _export_ranks() -> None:
+    """Before Lightning looks: what it prints on rank 0 only, it decides when it is imported."""
+    start = config.launched()
+    if start is not None and start.size > 1:
+        config.export_ranks(start.rank, start.size, start.local_rank, start.local_size)
+
+
+_export_ranks()
+for _tree in TREES:
+    when_loaded(_tree, lambda tree=_tree: _add_names(tree))  # type: ignore[misc]

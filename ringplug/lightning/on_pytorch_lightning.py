@@ -1,0 +1,14 @@
+"""RingStrategy for ``import pytorch_lightning``."""
+
+from __future__ import annotations
+
+from ringplug.lightning.classes import build
+from ringplug.lightning.trees import tree_named
+
+__all__ = ["RingEnvironment", "RingLauncher", "RingLayerSync", "RingStrategy"]
+
+_classes = build(tree_named("pytorch_lightning"))
+RingEnvironment = _classes.environment
+RingLauncher = _classes.launcher
+RingLayerSync = _classes.layer_sync
+RingStrategy = _classes.strategy
