@@ -17,7 +17,9 @@ from ringplug.backend.errors import (
     NotInitializedError,
     PeerLostError,
     RecoverableError,
+    RingplugError,
     StalledError,
+    TransportError,
 )
 from ringplug.backend.handle import Handle
 from ringplug.backend.transport import Transport
@@ -45,8 +47,9 @@ class Lane:
         self._queue: deque[tuple[Handle, Job]] = deque()
         self._wakeup = threading.Condition()
         self._turn = threading.RLock()
+        self._holder = 0
         self._worker: threading.Thread | None = None
-        self._broken: BaseException | None = None
+        self._broken: RecoverableError | None = None
         self._closed = False
 
     def run(self, job: Callable[[Transport], T], name: str) -> T:
@@ -61,7 +64,7 @@ class Lane:
             RingplugError: What the job raised. After a RecoverableError the group is broken,
                 and every later call raises that again.
         """
-        if self._queue and threading.current_thread() is not self._worker:
+        if self._queue and self._holder != threading.get_ident():
             return self.submit(job, name).wait()  # type: ignore[no-any-return]
         with self._turn:
             return self._execute(job, name)
@@ -69,7 +72,7 @@ class Lane:
     def submit(self, job: Job, name: str) -> Handle:
         """Queue `job` for the worker thread; see `run`."""
         handle = Handle(name)
-        if not self._threaded or threading.current_thread() is self._worker:
+        if not self._threaded or self._holder == threading.get_ident():
             with self._turn:
                 self._settle(handle, job)
             return handle
@@ -96,7 +99,7 @@ class Lane:
         self.transport.close()
 
     @property
-    def broken(self) -> BaseException | None:
+    def broken(self) -> RecoverableError | None:
         """The failure that ended this lane, if any."""
         return self._broken
 
@@ -107,13 +110,13 @@ class Lane:
                     self._wakeup.wait()
                 if not self._queue:
                     return
-                # Taken before the entry leaves the queue, so that `run` cannot overtake it.
-                self._turn.acquire()
+            # The entry leaves the queue inside the turn, so that `run` cannot overtake it.
+            with self._turn:
                 handle, job = self._queue.popleft()
-            try:
+                # Also while the handle calls back: what is submitted then runs at once.
+                self._holder = threading.get_ident()
                 self._settle(handle, job)
-            finally:
-                self._turn.release()
+                self._holder = 0
             del handle, job
 
     def _settle(self, handle: Handle, job: Job) -> None:
@@ -129,13 +132,26 @@ class Lane:
             raise self._broken
         if self._closed:
             raise NotInitializedError(f"{name}: ringplug was shut down")
+        outer, self._holder = self._holder, threading.get_ident()
         try:
             return job(self.transport)
-        except RecoverableError as error:
-            self._broken = _named(error, name)
-            raise self._broken from error
         except MismatchError as error:
             raise MismatchError(f"{name}: {error}") from None
+        except RecoverableError as error:
+            raise self._break(_named(error, name)) from error
+        except RingplugError:
+            raise
+        except BaseException as error:
+            # It may have come in the middle of a collective: the others must not wait for it.
+            self._break(TransportError(f"{name} failed on this rank: {error!r}"))
+            raise
+        finally:
+            self._holder = outer
+
+    def _break(self, error: RecoverableError) -> RecoverableError:
+        self._broken = error
+        self.transport.control.leave()
+        return error
 
 
 def _named(error: RecoverableError, name: str) -> RecoverableError:

@@ -12,6 +12,7 @@ passed the barrier of turn t + 1, which no rank reaches before it has read turn 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,8 @@ _SEQUENCE, _SIGNATURE, _LOCATION = 0, 8, 16
 """Words of the header. Signature and location have two places, used in turn: a rank can be
 one barrier ahead of one that still reads them."""
 _SPINS = 400
+_YIELD_SECONDS = 200e-6
+"""Waking a sleeping core can take longer than the ranks are apart within one collective."""
 _SMALL_BYTES = 16 * 1024
 """Up to here every rank reduces everything by itself, which saves the second barrier."""
 
@@ -90,6 +93,12 @@ class SharedMemoryTransport:
     def _wait_for(self, peer: int, sequence: int) -> None:
         words = self._words[peer]
         for _ in range(self._spins):
+            if words[_SEQUENCE] >= sequence:
+                return
+        until = time.perf_counter() + _YIELD_SECONDS
+        while time.perf_counter() < until:
+            # Gives the core and the interpreter to whoever can use them.
+            time.sleep(0)
             if words[_SEQUENCE] >= sequence:
                 return
         wait = Wait(
