@@ -96,8 +96,8 @@ class Wait:
             self._lost_since = self._lost_since or now
             if now - self._lost_since > _GRACE:
                 raise PeerLostError(
-                    f"{name_ranks(lost)} left (its process ended, it failed, or it called shutdown) while this "
-                    "rank waited for it; its own output says why",
+                    f"{name_ranks(lost)} left (its process ended, it failed, or it called "
+                    "shutdown) while this rank waited for it; its own output says why",
                     lost,
                 )
         if waited > self._timeout:

@@ -111,7 +111,7 @@ def open_control(config: Config, launched: Launched | None, comm: Any = None) ->
         ConfigError: The world that was found is not the one that was launched.
     """
     expected = config.expected_size
-    if expected is None and launched is not None and launched.by == "mpi":
+    if expected is None and launched is not None:
         expected = launched.size
     choice = config.control
     if choice == "auto":
