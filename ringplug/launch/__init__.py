@@ -67,6 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> int:
+    from ringplug.backend.errors import RingplugError
     from ringplug.launch.arguments import rank_command
     from ringplug.launch.hosts import all_local, check_reachable
     from ringplug.launch.job import Job
@@ -82,7 +83,11 @@ def _run(options: Options) -> int:
     check_reachable(options.hosts)
     launcher = find()
     job = Job()
-    line, environ = job_command(options, launcher, argv, job.directory, job.segments)
+    try:
+        line, environ = job_command(options, launcher, argv, job.directory, job.segments)
+    except RingplugError:
+        job.remove()
+        raise
     if options.verbose:
         import shlex
 
@@ -127,10 +132,10 @@ def job_command(
     from ringplug.launch.mpirun import command_line
 
     own = {config.variable(name): value for name, value in options.settings}
+    own |= {name: value for name, value in options.env if value is not None}
     own[config.variable("expected_size")] = str(options.np)
     own[config.JOB] = str(directory)
-    given = {name: value for name, value in options.env if value is not None}
-    environ = config.child_environment(**own, **given)
+    environ = config.child_environment(**own)
     names = [name for name, _ in options.env]
     missing = [name for name in names if name not in environ]
     if missing:

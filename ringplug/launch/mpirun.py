@@ -298,9 +298,8 @@ def command(
         UsageError: Root, and nobody allowed it.
     """
     root_reason(allow_run_as_root)
-    environ = config.child_environment(**(env or {}), **{config.variable("expected_size"): str(np)})
-    names = [] if all_local(hosts) else sorted({*config.forwarded_names(), *(env or {})})
-    if names:
-        names.append(config.variable("expected_size"))
-    line = command_line(find(), np, argv, hosts=hosts, forward=list(dict.fromkeys(names)))
+    own = {**(env or {}), config.variable("expected_size"): str(np)}
+    environ = config.child_environment(**own)
+    names = [] if all_local(hosts) else sorted({*config.forwarded_names(), *own})
+    line = command_line(find(), np, argv, hosts=hosts, forward=names)
     return line, environ
