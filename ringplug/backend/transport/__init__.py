@@ -88,9 +88,10 @@ class Transport(Protocol):
         ...
 
     def allreduce(self, buffer: Buffer, op: ReduceOp, factor: float = 1.0) -> None:
-        """In place: ``buffer = factor * (op over ranks of buffer)``, rounded once.
+        """In place: ``buffer = factor * (op over ranks of buffer)``.
 
-        All ranks end with the same bits.
+        All ranks end with the same bits. 16-bit floats are added in float32 and rounded once;
+        twice by a transport that reduces inside hosts and then across.
         """
         ...
 

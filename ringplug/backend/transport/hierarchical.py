@@ -3,7 +3,8 @@
 Allreduce is a reduce-scatter in the host's shared memory, an allreduce of each shard among the
 ranks of the same local rank across hosts (so that every rank carries its own shard over the
 network), and an allgather in the host. Hosts of unequal size reduce to one leader each. All
-other collectives go over a ring of all ranks.
+other collectives go over a ring of all ranks. 16-bit floats are rounded once inside the host and
+once across, so that the network carries 16 bits.
 """
 
 from __future__ import annotations
@@ -65,9 +66,11 @@ class HierarchicalTransport:
         self._everyone.barrier()
 
     def allreduce(self, buffer: Buffer, op: ReduceOp, factor: float = 1.0) -> None:
-        # Floats are scaled inside the host, before a narrow type could overflow; integers at
-        # the end, where they are truncated once.
-        inner, outer = (factor, 1.0) if is_floating(buffer.dtype) else (1.0, factor)
+        # Sums of floats are scaled inside the host, before a narrow type could overflow;
+        # integers at the end, where they are truncated once, and so is what a factor inside
+        # would change: a product, or a minimum when the factor is negative.
+        sums = op in (ReduceOp.SUM, ReduceOp.AVERAGE)
+        inner, outer = (factor, 1.0) if sums and is_floating(buffer.dtype) else (1.0, factor)
         if not self._sharded:
             self._inner.allreduce(buffer, op, inner)
             if self._outer is not None:
