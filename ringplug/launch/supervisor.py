@@ -149,7 +149,8 @@ class Supervisor:
                 self.console.line(stream.rank, stream.stream, line)
                 continue
             for rank, kind, text in launcher_lines(line, stream.stream):
-                if rank < 0 and kind == "stderr":
+                if rank < 0:
+                    # Kept for its account of a failure, which MPICH writes on standard output.
                     self._launcher_said.append(text.decode(errors="replace"))
                     if not self.verbose:
                         continue
@@ -209,13 +210,10 @@ class Supervisor:
             self._note_line(f"ended by {signal.Signals(self._asked).name}")
             return 128 + self._asked
         if cause is None:
+            for text in () if self.verbose else said.splitlines():
+                self.console.line(-1, "stderr", text.encode())
             if code != 0:
-                for text in said.splitlines():
-                    self.console.line(-1, "stderr", text.encode())
                 self._note_line(f"the launcher failed with exit code {code}")
-            elif said and not self.verbose:
-                for text in said.splitlines():
-                    self.console.line(-1, "stderr", text.encode())
             self.console.flush()
             return code
         others = [one for one in failures if one is not cause]
