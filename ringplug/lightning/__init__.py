@@ -13,6 +13,8 @@ import importlib
 from typing import Any
 
 from ringplug.backend import config
+from ringplug.backend.errors import UsageError
+from ringplug.lightning.strategy import RingStrategyLogic
 from ringplug.lightning.trees import TREES, Tree, default_tree, loaded, tree_named, when_loaded
 
 __all__ = ["RingStrategy", "strategy_class"]
@@ -32,12 +34,34 @@ def strategy_class(tree: str | None = None) -> type[Any]:
         UnavailableError: Lightning is not installed.
     """
     chosen = default_tree() if tree is None else tree_named(tree)
-    return importlib.import_module(chosen.adapter).RingStrategy  # type: ignore[no-any-return]
+    return importlib.import_module(chosen.adapter).RingStrategy
+
+
+class _Late(type):
+    """Chooses the tree when the strategy is made, since none was imported before its name was."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> _Late:
+        if bases:
+            raise UsageError(
+                "import lightning or pytorch_lightning before `from ringplug.lightning import "
+                "RingStrategy` to subclass it, or subclass ringplug.lightning.strategy_class(...)"
+            )
+        return super().__new__(mcs, name, bases, members)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return strategy_class()(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, RingStrategyLogic)
+
+
+class _LateRingStrategy(metaclass=_Late):
+    __doc__ = RingStrategyLogic.__doc__
 
 
 def __getattr__(name: str) -> Any:
     if name == "RingStrategy":
-        return strategy_class()
+        return strategy_class() if loaded() else _LateRingStrategy
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

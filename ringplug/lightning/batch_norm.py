@@ -10,13 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ringplug.backend.errors import UsageError
 
 __all__ = ["RingBatchNorm1d", "RingBatchNorm2d", "RingBatchNorm3d", "RingLayerSyncLogic"]
+
+dist: Any = torch.distributed
 
 
 def _shape(x: Tensor) -> list[int]:
@@ -97,7 +99,7 @@ class _Normalize(torch.autograd.Function):
 class _RingBatchNorm(_BatchNorm):
     """Replaces the class of a batch normalisation layer while it is trained."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
+    def forward(self, input: Tensor) -> Tensor:
         running = self.running_mean is not None and self.running_var is not None
         if not self.training and running:
             return super().forward(input)
@@ -107,10 +109,11 @@ class _RingBatchNorm(_BatchNorm):
         out, mean, variance, total = _Normalize.apply(input, self.weight, self.bias, self.eps)
         if self.training and self.track_running_stats and running:
             self._track(mean, variance, float(total))
-        return out  # type: ignore[no-any-return]
+        return out
 
     def _track(self, mean: Tensor, variance: Tensor, total: float) -> None:
-        assert self.running_mean is not None and self.running_var is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
         with torch.no_grad():
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)

@@ -139,10 +139,10 @@ class RingStrategyLogic:
     def root_device(self) -> torch.device:
         devices = self._parallel_devices or [torch.device("cpu")]
         if devices[0].type == "cpu":
-            return devices[0]  # type: ignore[no-any-return]
+            return devices[0]
         local_rank = self.cluster_environment.local_rank()
         # One visible device per process is device 0 in each of them.
-        return devices[local_rank if len(devices) > 1 else 0]  # type: ignore[no-any-return]
+        return devices[local_rank if len(devices) > 1 else 0]
 
     @property
     def num_processes(self) -> int:
@@ -287,7 +287,7 @@ class RingStrategyLogic:
             return obj
         return objects.broadcast_object(self._group(), obj, src)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._alone():
             return bool(decision)
         votes = objects.count_votes(self._group(), bool(decision), f"all={all}")

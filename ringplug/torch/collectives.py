@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringplug.backend.buffers import Buffer
 from ringplug.backend.errors import MismatchError, UsageError
 from ringplug.backend.transport import Transport
 from ringplug.torch.reductions import Reduction, allreduce_sparse
@@ -135,7 +136,7 @@ def allgather(outputs: Sequence[Tensor], own: Tensor, rank: int, size: int) -> T
     return Task(f"into {_listed(outputs)}", job)
 
 
-def _unpack(memory: np.ndarray, tensors: Sequence[Tensor]) -> None:  # type: ignore[type-arg]
+def _unpack(memory: Buffer, tensors: Sequence[Tensor]) -> None:
     start = 0
     for tensor in tensors:
         flat = Flat(tensor)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from ringplug.backend.buffers import Buffer, ReduceOp
@@ -26,7 +26,8 @@ from ringplug.torch.work import RingWork
 
 __all__ = ["compress_hook"]
 
-Hook = Callable[[Any, dist.GradBucket], "torch.futures.Future[Tensor]"]
+dist: Any = torch.distributed
+Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
 def compress_hook(compression: str) -> Hook:
@@ -44,7 +45,7 @@ def compress_hook(compression: str) -> Hook:
     """
     codec = get_compressor(compression)
 
-    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         group = dist.group.WORLD if state is None else state
         if not isinstance(group, RingProcessGroup):
             raise UsageError(f"compression={compression} needs a process group with backend ring")

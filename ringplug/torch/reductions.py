@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from ringplug.backend.buffers import Buffer, ReduceOp, check_reducible
@@ -17,6 +17,7 @@ from ringplug.torch.tensors import Flat
 
 __all__ = ["Reduction", "allreduce_sparse", "reduction"]
 
+dist: Any = torch.distributed
 _OPS = {
     int(dist.ReduceOp.SUM): ReduceOp.SUM,
     int(dist.ReduceOp.AVG): ReduceOp.AVERAGE,

@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from ringplug.backend import config, log, ops, runtime
 from ringplug.backend.errors import UsageError
@@ -25,6 +25,7 @@ from ringplug.torch.selftest import check_once
 
 __all__ = ["create_group", "make_store", "register"]
 
+dist: Any = torch.distributed
 _log = log.get_logger(__name__)
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -47,7 +48,7 @@ def register() -> None:
         return
     of_torch = handlers["env"]
 
-    def env(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
+    def env(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         if config.has_master() or "?" in url:
             return of_torch(url, *args, **kwargs)
         return _rendezvous(url, *args, **kwargs)
@@ -57,14 +58,14 @@ def register() -> None:
 
 def _rendezvous(
     url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **_: Any
-) -> Iterator[tuple[dist.Store, int, int]]:
-    """torch's protocol: yields store, rank and size once."""
+) -> Iterator[tuple[Any, int, int]]:
+    """What torch calls: yields store, rank and size once."""
     rt = runtime.init()
     yield make_store(rt, timeout), rt.world.rank, rt.world.size
     raise RuntimeError("a ring rendezvous cannot be repeated; destroy the group and begin anew")
 
 
-def make_store(rt: Runtime, timeout: timedelta) -> dist.Store:
+def make_store(rt: Runtime, timeout: timedelta) -> Any:
     """A key-value store that all ranks share, served by rank 0 on a free port. Collective."""
     address = ""
     store: Any = None
@@ -74,7 +75,7 @@ def make_store(rt: Runtime, timeout: timedelta) -> dist.Store:
     host, port = ops.broadcast_object((address, store.port if store else 0), root_rank=0)
     if store is None:
         store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
-    return store  # type: ignore[no-any-return]
+    return store
 
 
 def _own_address() -> str:

@@ -42,7 +42,7 @@ def check_devices(op: str, tensors: Sequence[Tensor]) -> None:
 
 
 def describe(tensor: Tensor) -> str:
-    """dtype and shape, such as ``float32[3, 4]``."""
+    """Kind and shape, such as ``float32[3, 4]``."""
     kind = str(tensor.dtype).removeprefix("torch.")
     layout = "" if tensor.layout is torch.strided else " sparse"
     return f"{kind}{list(tensor.shape)}{layout}"
@@ -51,7 +51,7 @@ def describe(tensor: Tensor) -> str:
 def raw_bytes(tensor: Tensor) -> Buffer:
     """The bytes of a contiguous CPU tensor, in place."""
     flat = tensor.detach().reshape(-1)
-    return flat.view(torch.uint8).numpy()  # type: ignore[no-any-return]
+    return flat.view(torch.uint8).numpy()
 
 
 class Flat:

@@ -6,11 +6,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 
 from ringplug.backend.handle import Handle
 
 __all__ = ["RingWork"]
+
+dist: Any = torch.distributed
 
 
 class RingWork(dist.Work):
