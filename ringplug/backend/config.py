@@ -25,6 +25,7 @@ __all__ = [
     "claim_process",
     "claimed_by_parent",
     "export_ranks",
+    "has_master",
     "forwarded_names",
     "job_directory",
     "launched",
@@ -315,6 +316,11 @@ def export_ranks(rank: int, size: int, local_rank: int, local_size: int) -> None
 
 
 _OWNER = "RINGPLUG_OWNER_PID"
+
+
+def has_master() -> bool:
+    """Whether somebody chose the address of torch.distributed's store."""
+    return "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
 
 
 def claim_process() -> None:

@@ -7,6 +7,7 @@ runtimes can live in one process (the tests' ranks are threads), each used expli
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import multiprocessing
 import sys
 import threading
@@ -52,7 +53,9 @@ class Runtime:
         # Made here, where all ranks are: a rank may later use it alone for a while.
         self.named = NamedLane(self._subset(None), self.lane("named operations"), config)
 
-    def lane(self, name: str, ranks: Sequence[int] | None = None) -> Lane:
+    def lane(
+        self, name: str, ranks: Sequence[int] | None = None, timeout: float | None = None
+    ) -> Lane:
         """A new lane with a communicator and a transport of its own.
 
         Collective over `ranks`, which must create their lanes in the same order.
@@ -60,6 +63,8 @@ class Runtime:
         Args:
             name: What it is for; the same on all its ranks.
             ranks: The ranks that take part, in the order of their rank in the lane; all by
+                default.
+            timeout: Deadline of waits in its operations, in seconds; that of the settings by
                 default.
 
         Raises:
@@ -76,7 +81,10 @@ class Runtime:
             if len(set(shown)) > 1:
                 table = ", ".join(f"rank {r}: {text.decode()}" for r, text in enumerate(shown))
                 raise MismatchError(f"ranks are creating different lanes: {table}")
-            transport = open_transport(self.config, control)
+            config = self.config
+            if timeout is not None:
+                config = dataclasses.replace(config, timeout=timeout)
+            transport = open_transport(config, control)
             lane = Lane(transport, name, threaded=control.thread_multiple())
             self._lanes.append(lane)
             return lane
@@ -240,6 +248,11 @@ def _install_hooks() -> None:
 def _end_job(code: int) -> None:
     if _last is None:
         return
+    # torch.distributed's hook, around ours, collects what is printed and shows it too late.
+    held = getattr(sys.stderr, "getvalue", None)
+    if held is not None and sys.__stderr__ is not None:
+        sys.__stderr__.write(held())
+        sys.__stderr__.flush()
     sys.stdout.flush()
     sys.stderr.flush()
     # The launcher forwards what was written; it drops what comes after the abort.
