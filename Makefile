@@ -27,7 +27,7 @@ test-launched: $(READY)
 	$(BIN)/python -m pytest tests/launched
 
 test-plugins: $(READY)
-	$(BIN)/python -m pytest tests/launch tests/torch tests/keras tests/lightning tests/examples
+	$(BIN)/python -m pytest $(wildcard $(addprefix tests/,launch torch keras lightning examples))
 
 lint: $(READY)
 	$(BIN)/ruff check .
