@@ -1,0 +1,13 @@
+"""Names for what gradients are cast to on the wire."""
+
+from __future__ import annotations
+
+__all__ = ["Compression"]
+
+
+class Compression:
+    """What `DistributedOptimizer` sends: ``Compression.none``, ``.fp16`` or ``.bf16``."""
+
+    none = "none"
+    fp16 = "fp16"
+    bf16 = "bf16"
