@@ -36,6 +36,7 @@ class Wait:
         warning: Seconds until the wait is logged, with the absent ranks.
         departed: The ranks that have left the group, now.
         spins: How often `pause` returns at once before it starts to sleep.
+        origin: What errors call each rank; its own number by default.
     """
 
     __slots__ = (
@@ -44,6 +45,7 @@ class Wait:
         "_departed",
         "_lost_since",
         "_next_check",
+        "_origin",
         "_spins",
         "_start",
         "_timeout",
@@ -57,12 +59,14 @@ class Wait:
         warning: float,
         departed: Callable[[], Collection[int]],
         spins: int = _SPINS,
+        origin: Sequence[int] | None = None,
     ) -> None:
         self._absent = absent
         self._timeout = timeout
         self._warning = warning
         self._departed = departed
         self._spins = spins
+        self._origin = origin
         self._count = 0
         self._start = time.monotonic()
         self._next_check = self._start + _CHECK_EVERY
@@ -91,7 +95,8 @@ class Wait:
         self._next_check = now + _CHECK_EVERY
         waited = now - self._start
         absent = self._absent()
-        lost = sorted(set(absent) & set(self._departed()))
+        lost = self._called(set(absent) & set(self._departed()))
+        absent = self._called(absent)
         if lost:
             self._lost_since = self._lost_since or now
             if now - self._lost_since > _GRACE:
@@ -110,3 +115,7 @@ class Wait:
         if waited > self._warning:
             self._warning = float("inf")
             _log.warning("waiting since %.0f s for %s", waited, name_ranks(absent))
+
+    def _called(self, ranks: Collection[int]) -> list[int]:
+        origin = self._origin
+        return sorted(ranks if origin is None else (origin[rank] for rank in ranks))

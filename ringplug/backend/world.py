@@ -21,6 +21,7 @@ class World:
         cross_size: Number of such hosts.
         hosts: For each rank, the number of its host; hosts are numbered by their lowest rank.
         generation: Counts rebuilds of the group.
+        origin: For each rank of a subgroup, its number in the whole world, which errors name.
     """
 
     rank: int
@@ -31,9 +32,16 @@ class World:
     cross_size: int
     hosts: tuple[int, ...]
     generation: int = 0
+    origin: tuple[int, ...] = ()
 
     @classmethod
-    def from_hosts(cls, rank: int, names: Sequence[str], generation: int = 0) -> World:
+    def from_hosts(
+        cls,
+        rank: int,
+        names: Sequence[str],
+        generation: int = 0,
+        origin: Sequence[int] | None = None,
+    ) -> World:
         """Derive every fact from the host name of each rank, in rank order."""
         numbers: dict[str, int] = {}
         hosts = tuple(numbers.setdefault(name, len(numbers)) for name in names)
@@ -49,6 +57,7 @@ class World:
             cross_size=len(peers),
             hosts=hosts,
             generation=generation,
+            origin=tuple(range(len(names)) if origin is None else origin),
         )
 
     @property

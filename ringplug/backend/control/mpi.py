@@ -26,6 +26,7 @@ from ringplug.backend.config import Config  # noqa: E402
 from ringplug.backend.control import Pending  # noqa: E402
 from ringplug.backend.errors import (  # noqa: E402
     ConfigError,
+    PeerLostError,
     StalledError,
     TransportError,
     UsageError,
@@ -155,9 +156,11 @@ class MpiControl:
         body = np.empty(abs(int(head[0])), np.uint8)
         self._receive(body, 0, _BODY, wait)
         if head[0] < 0:
-            absent = [int(r) for r in np.frombuffer(body.tobytes(), np.int64)]
+            gone, *ranks = (int(r) for r in np.frombuffer(body.tobytes(), np.int64))
+            if gone:
+                raise PeerLostError(f"{name_ranks(ranks)} left while others waited for it", ranks)
             raise StalledError(
-                f"waited {timeout:g} s for {name_ranks(absent)}", absent=absent, seconds=timeout
+                f"waited {timeout:g} s for {name_ranks(ranks)}", absent=ranks, seconds=timeout
             )
         return _unpack(body.tobytes())
 
@@ -170,8 +173,10 @@ class MpiControl:
             if not self._comm.Iprobe(MPI.ANY_SOURCE, _HEAD, status):
                 try:
                     wait.pause()
-                except StalledError as error:
-                    self._answer(parts, -1, np.array(error.absent, np.int64).tobytes())
+                except (PeerLostError, StalledError) as error:
+                    gone = isinstance(error, PeerLostError)
+                    ranks = error.ranks if isinstance(error, PeerLostError) else error.absent
+                    self._answer(parts, -1, np.array([gone, *ranks], np.int64).tobytes())
                     raise
                 continue
             source = status.Get_source()
@@ -234,7 +239,8 @@ class MpiControl:
         comm = self._comm.Create_group(group, tag=_JOIN)
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         names = [self._names[rank] for rank in members]
-        world = World.from_hosts(members.index(self.world.rank), names)
+        origin = [self.world.origin[rank] for rank in members]
+        world = World.from_hosts(members.index(self.world.rank), names, origin=origin)
         return MpiControl(comm, world, names, self._config)
 
     def _gather_members(self, members: list[int], timeout: float) -> None:
@@ -282,7 +288,13 @@ class MpiControl:
             self._posted = [request for request in self._posted if not request.Test()]
 
     def _waiter(self, absent: Callable[[], Sequence[int]], timeout: float) -> Wait:
-        return Wait(absent, timeout, self._config.stall_warning, self.departed)
+        return Wait(
+            absent,
+            timeout,
+            self._config.stall_warning,
+            self.departed,
+            origin=self.world.origin,
+        )
 
 
 def _chunks(data: Buffer) -> list[Buffer]:

@@ -63,8 +63,15 @@ class _Receive:
 class ThreadControl:
     """One thread's end of a channel on a hub."""
 
-    def __init__(self, hub: Hub, key: tuple[Any, ...], rank: int, hosts: Sequence[str]) -> None:
-        self.world = World.from_hosts(rank, hosts)
+    def __init__(
+        self,
+        hub: Hub,
+        key: tuple[Any, ...],
+        rank: int,
+        hosts: Sequence[str],
+        origin: Sequence[int] | None = None,
+    ) -> None:
+        self.world = World.from_hosts(rank, hosts, origin=origin)
         self._hub = hub
         self._key = key
         self._rank = rank
@@ -87,6 +94,7 @@ class ThreadControl:
                 timeout,
                 timeout,
                 self.departed,
+                origin=self.world.origin,
             )
             while len(meeting) < size:
                 wait.pause()
@@ -116,7 +124,8 @@ class ThreadControl:
         self._subsets[members] += 1
         key = (*self._key, members, self._subsets[members])
         hosts = [self._hosts[rank] for rank in members]
-        return ThreadControl(self._hub, key, members.index(self._rank), hosts)
+        origin = [self.world.origin[rank] for rank in members]
+        return ThreadControl(self._hub, key, members.index(self._rank), hosts, origin)
 
     def departed(self) -> frozenset[int]:
         return frozenset(self._hub.left[self._key])

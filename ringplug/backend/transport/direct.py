@@ -60,15 +60,16 @@ def stream_through_buffer(
     drain(buffer, everything)
 
 
-def describe_mismatch(descriptions: Sequence[str]) -> MismatchError:
+def describe_mismatch(descriptions: Sequence[str], origin: Sequence[int]) -> MismatchError:
     """The error that every rank raises when they are about to do different things.
 
     Args:
         descriptions: One per rank; of the lines after the first only those are shown that not
             all ranks have.
+        origin: What to call each rank.
     """
     groups: dict[str, list[int]] = {}
-    for rank, text in enumerate(descriptions):
+    for rank, text in zip(origin, descriptions, strict=True):
         groups.setdefault(text, []).append(rank)
     common = set.intersection(*(set(text.splitlines()[1:]) for text in groups))
     lines = []

@@ -53,7 +53,8 @@ class RingTransport:
         self._gather_all(mine, signatures, [1] * self.size)
         if (signatures != signature).any():
             shown = self.control.exchange(description.encode(), self._config.timeout)
-            raise describe_mismatch([text.decode() for text in shown])
+            texts = [text.decode() for text in shown]
+            raise describe_mismatch(texts, self.control.world.origin)
 
     def barrier(self) -> None:
         # Dissemination: after round k every rank has heard, indirectly, from 2**k others.
@@ -238,6 +239,7 @@ class RingTransport:
             self._config.timeout,
             self._config.stall_warning,
             self.control.departed,
+            origin=self.control.world.origin,
         )
         try:
             while open_ones:

@@ -78,7 +78,8 @@ class SharedMemoryTransport:
         self.barrier()
         if any(self._words[peer][place] != signature for peer in self._peers):
             shown = self.control.exchange(description.encode(), self._config.timeout)
-            raise describe_mismatch([text.decode() for text in shown])
+            texts = [text.decode() for text in shown]
+            raise describe_mismatch(texts, self.control.world.origin)
 
     def barrier(self) -> None:
         self._sequence = sequence = self._sequence + 1
@@ -107,6 +108,7 @@ class SharedMemoryTransport:
             self._config.stall_warning,
             self.control.departed,
             spins=0,
+            origin=self.control.world.origin,
         )
         address = self._addresses[peer]
         while (seen := words[_SEQUENCE]) < sequence:

@@ -35,7 +35,7 @@ class ThreadTransport:
     def agree(self, signature: int, description: str) -> None:
         shown = self.control.meet((signature, description), self._timeout)
         if len({sig for sig, _ in shown}) > 1:
-            raise describe_mismatch([text for _, text in shown])
+            raise describe_mismatch([text for _, text in shown], self.control.world.origin)
 
     def barrier(self) -> None:
         self.control.meet(None, self._timeout)
