@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return check(options.allow_run_as_root)
         return _run(options)
+    except BrokenPipeError:
+        # The reader of the output has gone. Python would fail again on flushing it at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     except UsageError as error:
         sys.stderr.write(f"ringrun: {error}\n")
         return 2

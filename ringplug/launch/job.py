@@ -50,7 +50,9 @@ class Job:
         self.directory = Path(tempfile.mkdtemp(prefix="ringrun-"))
         self.segments: Path | None = None
         with contextlib.suppress(OSError):
-            self.segments = Path(tempfile.mkdtemp(prefix="ringrun-", dir=_SHARED_MEMORY))
+            segments = _SHARED_MEMORY / self.directory.name
+            segments.mkdir(mode=0o700)
+            self.segments = segments
         self._began = time.time()
 
     def processes(self) -> list[int]:

@@ -19,7 +19,7 @@ import os, signal, sys, time
 import ringplug
 ringplug.init()
 rank = ringplug.rank()
-print("ready", flush=True)
+print("ready in", os.environ.get("RINGPLUG_JOB"), flush=True)
 """
 
 WAIT = "\nwhile True:\n    time.sleep(0.1)\n"
@@ -46,16 +46,24 @@ def report_of(stderr: str) -> str:
     return stderr.split(rule)[-2]
 
 
-def leftovers() -> set[str]:
-    """Files of ringrun's jobs on this machine."""
-    folders = [Path(os.environ.get("TMPDIR", "/tmp")), Path("/dev/shm")]
-    return {str(path) for folder in folders for path in folder.glob("ringrun-*")}
+def files_of(stdout: str) -> list[Path]:
+    """Where the job that printed its directory (`PLACE` does) has its files."""
+    (name,) = set(re.findall(r"ready in (\S+)", stdout))
+    return [Path(name), Path("/dev/shm") / Path(name).name]
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and not only waits to be collected by its parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_ranks_know_their_place_and_lines_are_tagged():
     done = run_ranks(PLACE + "print('rank', rank, 'of', ringplug.size())", 3)
     for rank in range(3):
-        assert done.lines(rank) == ["ready", f"rank {rank} of 3"]
+        assert done.lines(rank)[1:] == [f"rank {rank} of 3"]
     assert done.stderr == ""
 
 
@@ -134,13 +142,13 @@ def test_a_killed_rank_ends_the_job_with_137():
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_to_ringrun_ends_all(number, code):
-    before = leftovers()
     with start_ranks(PLACE + WAIT, 2) as job:
         job.wait_for_output("ready", 2)
+        assert all(path.exists() for path in files_of(job.output()[0]))
         job.process.send_signal(number)
         done = job.finish()
     assert done.returncode == code
-    assert not leftovers() - before
+    assert not any(path.exists() for path in files_of(done.stdout))
 
 
 def test_ranks_may_end_well_on_sigterm():
@@ -181,15 +189,15 @@ def test_a_second_signal_kills_ranks_that_ignore_the_first():
 
 
 def test_ringrun_killed_leaves_no_process_and_no_file():
-    before = leftovers()
     code = PLACE + "import subprocess\nsubprocess.Popen(['sleep', '1000'])\n" + WAIT
     with start_ranks(code, 2) as job:
         job.wait_for_output("ready", 2)
-        assert leftovers() - before
+        files = files_of(job.output()[0])
+        assert all(path.exists() for path in files)
         job.process.kill()
         job.process.wait()
         job.wait_until(lambda: not job.alive(), 5, "end of all processes")
-        job.wait_until(lambda: not leftovers() - before, 5, "end of all files")
+        job.wait_until(lambda: not any(path.exists() for path in files), 5, "end of all files")
 
 
 def test_a_process_that_a_rank_left_behind_is_ended():
@@ -199,9 +207,8 @@ def test_a_process_that_a_rank_left_behind_is_ended():
 
 
 def test_no_file_is_left_after_a_normal_end():
-    before = leftovers()
-    run_ranks(PLACE, 2)
-    assert not leftovers() - before
+    done = run_ranks(PLACE, 2)
+    assert not any(path.exists() for path in files_of(done.stdout))
 
 
 def test_sigusr2_shows_the_stacks_of_all_ranks():
@@ -221,7 +228,7 @@ def test_output_files(tmp_path):
     )
     for rank in range(2):
         folder = tmp_path / "logs" / f"rank.{rank}"
-        assert (folder / "stdout").read_text() == f"ready\ntext {rank}\n"
+        assert (folder / "stdout").read_text().splitlines()[1:] == [f"text {rank}"]
         assert (folder / "stderr").read_text() == f"oh {rank}\n"
 
 
@@ -231,6 +238,22 @@ def test_much_output_arrives_whole():
     for rank in range(2):
         expected = [f"line {i} {'x' * 100}" for i in range(20000)]
         assert done.lines(rank)[1:] == expected
+
+
+def test_a_reader_that_leaves_ends_the_job():
+    code = "import os\nwhile True: print(os.getpid(), flush=True)"
+    command = ["-m", "ringplug.launch", "--allow-run-as-root", "-np", "2", "python", "-c", code]
+    with subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=Path(__file__).resolve().parents[2],
+    ) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline().split()[1])
+        process.stdout.close()
+        assert process.wait(60) == 128 + signal.SIGPIPE
+    assert not runs(pid)
 
 
 def test_threads_share_the_cores_unless_the_user_chose(tmp_path):
@@ -256,10 +279,11 @@ def test_variables_reach_the_ranks():
     assert done.stdout == "[0] b c 7min\n"
 
 
-def test_a_variable_that_is_not_set_is_an_error():
-    before = leftovers()
-    done = ringrun("--allow-run-as-root", "-np", "1", "-x", "NOT_SET_ANYWHERE", "true")
-    assert not leftovers() - before
+def test_a_variable_that_is_not_set_is_an_error(tmp_path):
+    folder = {"TMPDIR": str(tmp_path)}
+    command = ["--allow-run-as-root", "-np", "1", "-x", "NOT_SET_ANYWHERE", "true"]
+    done = ringrun(*command, env=folder)
+    assert not list(tmp_path.iterdir())
     assert done.returncode == 2
     assert "NOT_SET_ANYWHERE: the variable is not set" in done.stderr
 
