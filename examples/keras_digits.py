@@ -35,10 +35,10 @@ def build():
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(32, 3, activation="relu"),
-            keras.layers.Conv2D(32, 3, activation="relu"),
+            keras.layers.Conv2D(32, 3, activation="tanh"),
+            keras.layers.Conv2D(32, 3, activation="tanh"),
             keras.layers.Flatten(),
-            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(64, activation="tanh"),
             keras.layers.Dense(10),
         ]
     )

@@ -28,12 +28,12 @@ class Digits(pl.LightningModule):
         super().__init__()
         self.network = nn.Sequential(
             nn.Conv2d(1, 32, 3),
-            nn.ReLU(),
+            nn.Tanh(),
             nn.Conv2d(32, 32, 3),
-            nn.ReLU(),
+            nn.Tanh(),
             nn.Flatten(),
             nn.Linear(512, 64),
-            nn.ReLU(),
+            nn.Tanh(),
             nn.Linear(64, 10),
         )
         self.curve = []

@@ -38,7 +38,7 @@ def main():
     images, labels = images[ring.rank() :: ring.size()], labels[ring.rank() :: ring.size()]
     batch = args.batch // ring.size()
 
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = ring.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     ring.broadcast_parameters(model.state_dict(), root_rank=0)
