@@ -336,6 +336,9 @@ def check_reduced(optimizer: Any) -> None:
         return
     step.settle(optimizer)
     raise_latched(optimizer)
+    if getattr(optimizer._iterations, "_value", True) is None:
+        # JAX's fit is being left by an exception, which is the one to show.
+        return
     updates, iterations = reduction.meter.updates, _iterations(optimizer)
     before = reduction.checked
     reduction.checked = (iterations, updates)

@@ -123,8 +123,10 @@ def settle(optimizer: Any) -> None:
     After a failure JAX would refuse every later program that has ordered effects; what it
     remembers of the failed one is dropped here.
     """
+    # During an epoch Keras detaches the values from the variables; `value` would fail then.
+    values = [getattr(v, "_value", None) for v in optimizer.variables_quietly()]
     try:
-        jax.block_until_ready([v.value for v in optimizer.variables_quietly()])
+        jax.block_until_ready([value for value in values if value is not None])
     except (jax.errors.JaxRuntimeError, RuntimeError):
         from jax._src import dispatch
 

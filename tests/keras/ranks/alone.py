@@ -1,0 +1,82 @@
+"""A world of one: everything is as if ringplug were not there."""
+
+import io
+from contextlib import redirect_stdout
+
+import keras
+import numpy as np
+
+import ringplug
+import ringplug.keras as ring
+from tests.keras.ranks import task
+
+
+def same_bits_as_keras():
+    x, y = task.data()
+    for make in (
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        lambda: keras.optimizers.Adam(0.01, gradient_accumulation_steps=2),
+        lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01)),
+    ):
+        plain = task.fit(task.make_model(), make(), x, y, 16)
+        optimizer = ring.DistributedOptimizer(make())
+        ours = task.fit(
+            task.make_model(),
+            optimizer,
+            x,
+            y,
+            16,
+            callbacks=ring.callbacks.default(
+                [ring.callbacks.LearningRateWarmupCallback(warmup_epochs=2)]
+            ),
+        )
+        assert task.difference(plain, ours) == 0
+        assert optimizer.ringplug.meter.updates == 0
+
+
+def prints_nothing_of_its_own():
+    said = io.StringIO()
+    with redirect_stdout(said):
+        ring.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    assert said.getvalue() == ""
+
+
+def bad_arguments():
+    for arguments, text in (
+        ({"compression": "int8"}, "compression='int8'"),
+        ({"op": ringplug.Max}, "Average or Sum"),
+        ({"scale_lr": "cubic"}, "scale_lr='cubic'"),
+        ({"backward_passes_per_step": 0}, "backward_passes_per_step=0"),
+        ({"gradient_predivide_factor": 2.0, "op": ring.Sum}, "needs op=Average"),
+    ):
+        task.assert_raises_everywhere(
+            ringplug.UsageError,
+            text,
+            lambda arguments=arguments: ring.DistributedOptimizer(
+                keras.optimizers.SGD(), **arguments
+            ),
+        )
+    built = keras.optimizers.SGD()
+    built.build([keras.Variable(np.zeros(2))])
+    task.assert_raises_everywhere(
+        ringplug.UsageError,
+        "not built yet",
+        lambda: ring.DistributedOptimizer(built, backward_passes_per_step=2),
+    )
+    task.assert_raises_everywhere(
+        ringplug.UsageError, "no global variables", lambda: ring.broadcast_global_variables(0)
+    )
+
+
+if __name__ == "__main__":
+    task.assert_raises_everywhere(
+        ringplug.NotInitializedError,
+        "init()",
+        lambda: ring.DistributedOptimizer(keras.optimizers.SGD()),
+    )
+    ring.init()
+    assert ring.is_initialized()
+    assert (ring.size(), ring.rank()) == (1, 0)
+    task.run([same_bits_as_keras, prints_nothing_of_its_own, bad_arguments])
+    ring.shutdown()
+    assert not ring.is_initialized()
