@@ -94,8 +94,8 @@ def main():
     validation = DataLoader(Manual(0.9, 1), batch)
     model = GPT()
     before = trainer.validate(model, validation, verbose=False)[0]["loss"]
-    trainer.fit(model, training, validation)
-    after = float(trainer.callback_metrics["loss"])
+    trainer.fit(model, training)
+    after = trainer.validate(model, validation, verbose=False)[0]["loss"]
     if trainer.is_global_zero:
         print(f"gpt on {trainer.world_size}: nats per character {before:.3f} -> {after:.3f}")
 
