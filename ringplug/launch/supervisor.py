@@ -22,8 +22,6 @@ __all__ = ["Supervisor"]
 _TICK = 0.1
 _FAILURE_GRACE = 5.0
 """Seconds in which the launcher may end a job that has failed before ringrun does it."""
-_DRAIN = 1.0
-"""Seconds without output after which a stream is given up that a stray process holds open."""
 
 
 @dataclass
@@ -116,12 +114,10 @@ class Supervisor:
                 self._pump(selector, _TICK)
                 self._forward(process)
                 self._check_failure(process)
-            # Processes that ranks left behind would keep the streams open.
+            # Processes that ranks left behind might write for ever.
             self.job.kill()
-            quiet_since = time.monotonic()
-            while selector.get_map() and time.monotonic() - quiet_since < _DRAIN:
-                if not self._pump(selector, 0.0):
-                    break
+            while self._pump(selector, 0.0):
+                pass
         for stream in (*own, *streams):
             self._show(stream, stream.rest())
         self.console.flush()

@@ -77,6 +77,7 @@ def test_an_exception_on_one_rank_ends_all_and_is_shown_last():
     assert report.rstrip().endswith("ValueError: boom of rank 1")
     assert "Traceback (most recent call last)" in report
     assert "ringplug/launch/worker.py" not in report
+    assert "The last lines of" not in report
 
 
 def test_an_exception_before_init_ends_all():
@@ -156,6 +157,7 @@ def test_ranks_may_end_well_on_sigterm():
         PLACE
         + """
 def stop(*_):
+    time.sleep(3)  # longer than mpirun's patience with ranks that it ends itself
     print("saved", flush=True)
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
@@ -201,7 +203,13 @@ def test_ringrun_killed_leaves_no_process_and_no_file():
 
 
 def test_a_process_that_a_rank_left_behind_is_ended():
-    code = PLACE + "import subprocess\nsubprocess.Popen(['sleep', '1000'])\nprint('end')\n"
+    # It writes for ever, in a session of its own.
+    code = (
+        PLACE
+        + "import subprocess\n"
+        + "subprocess.Popen(['sh', '-c', 'while :; do echo noise; done'], start_new_session=True)\n"
+        + "print('end')\n"
+    )
     done = run_ranks(code, 2)
     assert done.stdout.count("end") == 2
 
