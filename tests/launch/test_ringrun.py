@@ -287,6 +287,25 @@ def test_variables_reach_the_ranks():
     assert done.stdout == "[0] b c 7min\n"
 
 
+def test_hosts_that_are_this_one():
+    code = "import ringplug; ringplug.init(); print(ringplug.local_size())"
+    done = ringrun("--allow-run-as-root", "-H", "localhost:3", "python", "-c", code)
+    assert sorted(done.stdout.splitlines()) == ["[0] 3", "[1] 3", "[2] 3"], done.stderr
+
+
+def test_more_ranks_than_other_hosts_have_slots_are_refused():
+    done = ringrun("--allow-run-as-root", "-np", "3", "-H", "far.invalid:2", "true")
+    assert done.returncode == 2
+    assert "3 processes were asked for, but far.invalid:2 has 2 slots" in done.stderr
+
+
+def test_a_host_that_does_not_answer_is_named():
+    done = ringrun("--allow-run-as-root", "-H", "far.invalid:2", "true")
+    assert done.returncode == 1
+    assert "cannot be reached by ssh" in done.stderr
+    assert "far.invalid: " in done.stderr
+
+
 def test_a_variable_that_is_not_set_is_an_error(tmp_path):
     folder = {"TMPDIR": str(tmp_path)}
     command = ["--allow-run-as-root", "-np", "1", "-x", "NOT_SET_ANYWHERE", "true"]
