@@ -20,6 +20,7 @@ from ringplug.backend.errors import UsageError
 from ringplug.backend.transport import Transport
 from ringplug.torch import collectives
 from ringplug.torch.collectives import Task
+from ringplug.torch.compilation import untraced_methods
 from ringplug.torch.group import LaneGroup
 from ringplug.torch.reductions import reduction
 from ringplug.torch.tensors import check_devices
@@ -31,6 +32,7 @@ __all__ = ["RingProcessGroup"]
 dist: Any = torch.distributed
 
 
+@untraced_methods
 class RingProcessGroup(LaneGroup):
     """One group of ranks; made by ``torch.distributed``, not by hand.
 

@@ -108,4 +108,5 @@ def allreduce_sparse(transport: Transport, tensor: Tensor, how: Reduction) -> No
             rounding_mode=None if all_values.is_floating_point() else "trunc",
         )
     merged = torch.sparse_coo_tensor(all_indices.t(), all_values, tensor.shape)
-    tensor.detach().copy_(merged.coalesce())
+    # A detached sparse tensor has indices of its own: this must be the tensor itself.
+    tensor.copy_(merged.coalesce())

@@ -1,0 +1,114 @@
+"""ringplug.torch on several processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.checks import passed
+from tests.launching import run_ranks
+
+HERE = Path(__file__).parent
+QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [
+        ("ranks_collectives.py", 2),
+        ("ranks_collectives.py", 3),
+        ("ranks_ddp.py", 2),
+        ("ranks_loop.py", 2),
+        ("ranks_loop.py", 3),
+    ],
+)
+def test_script(script, ranks):
+    passed(run_ranks(HERE / script, ranks, timeout=150, env=QUIET), ranks)
+
+
+def test_other_transport():
+    env = {**QUIET, "RINGPLUG_TRANSPORT": "ring"}
+    passed(run_ranks(HERE / "ranks_collectives.py", 2, timeout=150, env=env), 2)
+
+
+def test_import_starts_nothing():
+    code = (
+        "import sys, ringplug.torch\n"
+        "assert 'mpi4py.MPI' not in sys.modules\n"
+        "import torch.distributed as dist\n"
+        "assert not dist.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_world_of_one():
+    done = run_ranks(
+        """
+        import sys, torch, torch.distributed as dist, ringplug.torch as ring
+        dist.init_process_group("ring")
+        tensor = torch.arange(3.0)
+        dist.all_reduce(tensor)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.ones(1, 2)).sum().backward()
+        dist.destroy_process_group()
+        optimizer = ring.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+        optimizer.step()
+        assert tensor.tolist() == [0, 1, 2]
+        assert "mpi4py.MPI" not in sys.modules
+        """,
+        1,
+        launcher="python",
+    )
+    assert done.returncode == 0
+
+
+def test_wrong_ranks_are_refused():
+    done = run_ranks(
+        """
+        import torch.distributed as dist, ringplug.torch
+        dist.init_process_group("ring", store=dist.HashStore(), rank=0, world_size=2)
+        """,
+        1,
+        launcher="python",
+        expect=1,
+    )
+    assert "told rank 0 of 2, but this is rank 0 of 1" in done.stderr
+
+
+def test_a_changed_torch_is_noticed():
+    done = run_ranks(
+        """
+        import torch.distributed as dist, ringplug.torch
+        from ringplug.torch.process_group import RingProcessGroup
+        # As if torch called another name, and its own method did nothing.
+        RingProcessGroup.allreduce = lambda self, tensors, opts=None: self.barrier()
+        dist.init_process_group("ring")
+        """,
+        2,
+        expect=1,
+    )
+    assert "does not drive the process group" in done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "ringrun"])
+def test_an_exception_ends_all_ranks(launcher):
+    start = time.monotonic()
+    done = run_ranks(
+        """
+        import torch, torch.distributed as dist, ringplug.torch
+        dist.init_process_group("ring")
+        if dist.get_rank() == 1:
+            raise ValueError("the culprit")
+        dist.all_reduce(torch.ones(1))
+        """,
+        2,
+        launcher=launcher,
+        expect=None,
+    )
+    assert "ValueError: the culprit" in done.stderr
+    # The whole job, start included; a hang would last half an hour.
+    assert time.monotonic() - start < 30
