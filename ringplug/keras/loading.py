@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import keras
+import numpy as np
 
-from ringplug.backend.buffers import ReduceOp
-from ringplug.keras.optimizer import DistributedOptimizer, distributed_class
+from ringplug.backend.buffers import Array, ReduceOp
+from ringplug.keras.optimizer import DistributedOptimizer, swap
+from ringplug.keras.progress import restore
 from ringplug.keras.reduce import Options, Reduction
 
 __all__ = ["load_model", "pickled", "unpickle"]
@@ -63,26 +64,21 @@ def load_model(
     return model
 
 
-def pickled(optimizer: Any) -> tuple[Any, tuple[bytes, Options, float]]:
-    """What `pickle` and `copy` keep of a distributed optimizer."""
-    from keras.src.saving import saving_lib
-
-    buffer = io.BytesIO()
-    saving_lib._save_model_to_fileobj(optimizer, buffer, "h5")
-    options: Options = type(optimizer)._ringplug_options
-    return unpickle, (buffer.getvalue(), options, optimizer.ringplug.scaled)
+def pickled(optimizer: Any) -> tuple[Any, tuple[dict[str, Any], Options, float, list[Array]]]:
+    """What `pickle` and `copy` keep of a distributed optimizer: its slots too."""
+    config = keras.saving.serialize_keras_object(optimizer)
+    values = [np.array(keras.ops.convert_to_numpy(v)) for v in optimizer.variables]
+    return unpickle, (config, optimizer.ringplug.options, optimizer.ringplug.scaled, values)
 
 
-def unpickle(saved: bytes, options: Options, scaled: float) -> Any:
-    """The optimizer that `pickled` kept: distributed, with its learning rate as it was."""
-    from keras.src.saving import saving_lib
+def unpickle(config: dict[str, Any], options: Options, scaled: float, values: list[Array]) -> Any:
+    """The optimizer that `pickled` kept: distributed, with its learning rate as it was.
 
-    optimizer = saving_lib._load_model_from_fileobj(
-        io.BytesIO(saved), custom_objects=None, compile=True, safe_mode=False
-    )
-    base = type(optimizer)
-    optimizer.__class__ = distributed_class(base, options)
-    reduction = Reduction(options, base.__name__)
+    Slots belong to variables, which a copy does not know; they are set when it is built.
+    """
+    optimizer = keras.saving.deserialize_keras_object(config, safe_mode=False)
+    swap(optimizer, options)
+    reduction: Reduction = optimizer.ringplug
     reduction.scaled = scaled
-    object.__setattr__(optimizer, "_ringplug_state", reduction)
+    restore(optimizer, values)
     return optimizer

@@ -23,16 +23,16 @@ import keras
 
 from ringplug.backend import runtime
 from ringplug.backend.buffers import ReduceOp
-from ringplug.backend.errors import NotReducedError, UsageError
+from ringplug.backend.errors import UsageError
 from ringplug.keras import learning_rate, quiet, step
 from ringplug.keras.exchange import step_lane
 from ringplug.keras.naming import masquerade
+from ringplug.keras.progress import check_reduced, forget_progress, raise_latched, restore
 from ringplug.keras.reduce import Options, Reduction
 
 __all__ = [
     "Distributed",
     "DistributedOptimizer",
-    "check_reduced",
     "reduction_of",
     "reseat",
     "swap",
@@ -110,6 +110,11 @@ class Distributed:
             return reduce(grads) if bool(updates) else grads
         reduced: list[Any] = jax.lax.cond(updates, reduce, lambda given: given, grads)
         return reduced
+
+    def build(self, var_list: Any) -> None:
+        super().build(var_list)  # type: ignore[misc]
+        if self.ringplug.pending:
+            restore(self, self.ringplug.pending)
 
     @property
     def variables(self) -> Any:
@@ -313,54 +318,6 @@ def reduction_of(optimizer: Any) -> Reduction | None:
     return optimizer.ringplug if isinstance(optimizer, Distributed) else None
 
 
-def raise_latched(optimizer: Any) -> None:
-    """Raise the error of an earlier step of `optimizer`, if one waits."""
-    latch = optimizer.ringplug.meter.latch
-    if latch.waiting() is None:
-        return
-    step.settle(optimizer)
-    error = latch.take()
-    if error is not None:
-        raise error
-
-
-def check_reduced(optimizer: Any) -> None:
-    """Raise where an optimizer has made updates whose gradients were not combined.
-
-    Raises:
-        NotReducedError: It went on since the last check, without a single exchange.
-        RingplugError: What a step met, if that was not raised yet.
-    """
-    reduction: Reduction = optimizer.ringplug
-    if not reduction.active:
-        return
-    step.settle(optimizer)
-    raise_latched(optimizer)
-    if getattr(optimizer._iterations, "_value", True) is None:
-        # JAX's fit is being left by an exception, which is the one to show.
-        return
-    updates, iterations = reduction.meter.updates, _iterations(optimizer)
-    before = reduction.checked
-    reduction.checked = (iterations, updates)
-    if before is not None and iterations > before[0] and updates == before[1]:
-        raise NotReducedError(
-            f"{type(optimizer).__name__} made {iterations - before[0]} updates without combining "
-            "gradients over the ranks: its training step was built before DistributedOptimizer. "
-            "Call DistributedOptimizer before model.compile, or compile again"
-        )
-
-
-def forget_progress(optimizer: Any) -> None:
-    """Take the optimizer's iterations for granted, whoever set them."""
-    reduction: Reduction = optimizer.ringplug
-    reduction.checked = (_iterations(optimizer), reduction.meter.updates)
-
-
-def _iterations(optimizer: Any) -> int:
-    value = keras.ops.convert_to_numpy(optimizer.iterations)
-    return int(value)
-
-
 def _distributed_inside(optimizer: Any) -> list[Any]:
     inner = learning_rate.inner_optimizers(optimizer)
     found = [one for one in inner if isinstance(one, Distributed)]
@@ -380,10 +337,15 @@ def _outermost(optimizer: Any) -> Iterator[None]:
     _inside.owner = optimizer
     try:
         yield
+    except BaseException:
+        # An eager exchange has failed, or tracing: either way it is being raised now.
+        optimizer.ringplug.meter.latch.take()
+        raise
     finally:
         _inside.owner = None
 
 
+@step.uncompiled
 def _refuse_inner(optimizer: Any) -> None:
     """Raise when a LossScaleOptimizer called this: its ranks may take different branches."""
     kind = keras.optimizers.LossScaleOptimizer
@@ -392,7 +354,7 @@ def _refuse_inner(optimizer: Any) -> None:
         code = frame.f_code
         if code.co_filename.endswith("loss_scale_optimizer.py"):
             caller = frame.f_locals.get("self")
-            if isinstance(caller, kind) and caller is not optimizer:
+            if caller is None or (isinstance(caller, kind) and caller is not optimizer):
                 raise UsageError(
                     "LossScaleOptimizer is around DistributedOptimizer: a rank whose gradients "
                     "overflow would stay away from the exchange. Use DistributedOptimizer("

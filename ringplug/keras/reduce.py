@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 from ringplug.backend import runtime
-from ringplug.backend.buffers import ReduceOp
+from ringplug.backend.buffers import Array, ReduceOp
 from ringplug.backend.errors import UsageError
 from ringplug.backend.fusion import TensorSpec
 from ringplug.keras import step
@@ -53,6 +53,7 @@ class Reduction:
         scaled: By how much the learning rate was multiplied because of the world's size.
         checked: Optimizer iterations and completed reductions when they were last compared.
         target: The learning rates that an unfinished warm-up leads to.
+        pending: What the optimizer's variables are to be once it is built.
     """
 
     def __init__(self, options: Options, label: str) -> None:
@@ -61,6 +62,7 @@ class Reduction:
         self.scaled = 1.0
         self.checked: tuple[int, int] | None = None
         self.target: list[float] | None = None
+        self.pending: Sequence[Array] = ()
         self._label = options.name or label
         self._exchanges: dict[Any, Any] = {}
 
@@ -69,6 +71,7 @@ class Reduction:
         """Whether there is anybody to exchange gradients with."""
         return runtime.current().world.size > 1
 
+    @step.uncompiled
     def reduce(
         self, gradients: Sequence[Any], variables: Sequence[Any] | None, overwritten: bool = True
     ) -> list[Any]:
@@ -112,6 +115,7 @@ class Reduction:
             self._store(result, maxima, step.run(exchange, [result[i] for i in maxima], []))
         return result
 
+    @step.uncompiled
     def overwrite(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Combine only what Keras overwrites variables with; see `reduce`."""
         result = list(gradients)

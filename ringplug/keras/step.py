@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import keras
 
@@ -25,9 +25,12 @@ __all__ = [
     "run",
     "run_flagged",
     "settle",
+    "translate_errors",
+    "uncompiled",
 ]
 
 Tensors: TypeAlias = Sequence[Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 _NAME = keras.backend.backend()
 if _NAME not in ("tensorflow", "jax", "torch"):
@@ -61,5 +64,14 @@ gather: Callable[[Any, Any], Any] = _here.gather
 refuse: Callable[[], None] = _here.refuse
 """Raises UsageError where another kind of distribution is active."""
 
-settle: Callable[[Any], None] = _here.settle
-"""``settle(optimizer)``: waits until the steps that were started have run, well or not."""
+settle: Callable[[Any], bool] = _here.settle
+"""``settle(optimizer)``: waits until started steps have run; whether they went well."""
+
+translate_errors: Callable[[Any], None] = _here.translate_errors
+"""``translate_errors(model)``: lets `fit` raise what a compiled step met as it was."""
+
+
+def uncompiled(function: F) -> F:
+    """Keep ``torch.compile`` out of `function`; other backends trace it as it is."""
+    kept: F = _here.uncompiled(function)
+    return kept

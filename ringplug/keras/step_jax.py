@@ -26,7 +26,11 @@ __all__ = [
     "run",
     "run_flagged",
     "settle",
+    "translate_errors",
+    "uncompiled",
 ]
+
+_TRANSLATED = "_ringplug_translated"
 
 
 def is_tensor(value: Any) -> bool:
@@ -54,6 +58,7 @@ def run(exchange: DenseExchange, tensors: Sequence[Any], variables: Sequence[Any
     del variables
     if is_eager(tensors):
         return _now(exchange, tensors, [])[0]
+    _forget_failures()
     shapes = [(spec.shape, spec.dtype) for spec in exchange.specs]
     if _use_ffi():
         target = ffi_jax.target_of(exchange, exchange)
@@ -117,20 +122,55 @@ def refuse() -> None:
         )
 
 
-def settle(optimizer: Any) -> None:
-    """Wait until the steps that were started have run, well or not.
-
-    After a failure JAX would refuse every later program that has ordered effects; what it
-    remembers of the failed one is dropped here.
-    """
+def settle(optimizer: Any) -> bool:
+    """Wait until the steps that were started have run; whether they went well."""
     # During an epoch Keras detaches the values from the variables; `value` would fail then.
     values = [getattr(v, "_value", None) for v in optimizer.variables_quietly()]
+    well = True
     try:
         jax.block_until_ready([value for value in values if value is not None])
-    except (jax.errors.JaxRuntimeError, RuntimeError):
+    except jax.errors.JaxRuntimeError:
+        well = False
+    _forget_failures()
+    return well
+
+
+def _forget_failures() -> None:
+    """Make JAX accept programs with ordered effects again after one has failed.
+
+    The token of the failed one, which it would pass to the next, carries the error for ever.
+    """
+    try:
+        jax.effects_barrier()
+    except jax.errors.JaxRuntimeError:
         from jax._src import dispatch
 
         dispatch.runtime_tokens.clear()
+
+
+def translate_errors(model: Any) -> None:
+    """Let `fit` raise what an exchange raised, instead of JAX's error about it.
+
+    JAX knows an error of a custom call by its text only, and says so when the next step
+    starts, or not at all.
+    """
+    step = model.train_function
+    if hasattr(step, _TRANSLATED):
+        return
+
+    def train_function(state: Any, iterator: Any) -> Any:
+        try:
+            return step(state, iterator)
+        except jax.errors.JaxRuntimeError as error:
+            reduction = getattr(model.optimizer, "ringplug", None)
+            cause = reduction.meter.latch.take() if reduction is not None else None
+            if cause is None:
+                raise
+            _forget_failures()
+            raise cause from error
+
+    setattr(train_function, _TRANSLATED, True)
+    model.train_function = train_function
 
 
 def _use_ffi() -> bool:
@@ -141,3 +181,8 @@ def _use_ffi() -> bool:
     if reason and path == "ffi":
         raise UnavailableError(f"keras_path=ffi is not available: {reason}")
     return not reason
+
+
+def uncompiled(function: Any) -> Any:
+    """The function itself: it is traced."""
+    return function

@@ -27,7 +27,11 @@ __all__ = [
     "run",
     "run_flagged",
     "settle",
+    "translate_errors",
+    "uncompiled",
 ]
+
+_TRANSLATED = "_ringplug_translated"
 
 
 def is_tensor(value: Any) -> bool:
@@ -184,5 +188,35 @@ def refuse() -> None:
         )
 
 
-def settle(optimizer: Any) -> None:
+def settle(optimizer: Any) -> bool:
     """Nothing to wait for: a graph has run when its call returns."""
+    del optimizer
+    return True
+
+
+def translate_errors(model: Any) -> None:
+    """Let `fit` raise what an exchange raised, instead of TensorFlow's error about it.
+
+    TensorFlow knows an error of a callback or custom call by its text only.
+    """
+    step = model.train_function
+    if hasattr(step, _TRANSLATED):
+        return
+
+    def train_function(iterator: Any) -> Any:
+        try:
+            return step(iterator)
+        except tf.errors.OpError as error:
+            reduction = getattr(model.optimizer, "ringplug", None)
+            cause = reduction.meter.latch.take() if reduction is not None else None
+            if cause is None:
+                raise
+            raise cause from error
+
+    setattr(train_function, _TRANSLATED, True)
+    model.train_function = train_function
+
+
+def uncompiled(function: Any) -> Any:
+    """The function itself: it is traced."""
+    return function

@@ -24,6 +24,8 @@ __all__ = [
     "run",
     "run_flagged",
     "settle",
+    "translate_errors",
+    "uncompiled",
 ]
 
 
@@ -61,7 +63,6 @@ def run_flagged(
     return reduced, extra[0]
 
 
-@torch.compiler.disable
 def _run(
     exchange: DenseExchange, tensors: list[Any], variables: list[Any], extra: list[Array]
 ) -> tuple[list[Any], list[Array]]:
@@ -114,5 +115,16 @@ def refuse() -> None:
         )
 
 
-def settle(optimizer: Any) -> None:
+def settle(optimizer: Any) -> bool:
     """Nothing to wait for."""
+    del optimizer
+    return True
+
+
+def translate_errors(model: Any) -> None:
+    """Nothing to do: steps are eager."""
+
+
+def uncompiled(function: Any) -> Any:
+    """The function, run eagerly amid a compiled step."""
+    return torch.compiler.disable(function)

@@ -10,13 +10,8 @@ from ringplug.backend import ops, runtime
 from ringplug.backend.errors import MismatchError, NotReducedError
 from ringplug.keras import quiet, step
 from ringplug.keras.guard import check_compilation
-from ringplug.keras.optimizer import (
-    Distributed,
-    check_reduced,
-    forget_progress,
-    raise_latched,
-    reseat,
-)
+from ringplug.keras.optimizer import Distributed, reseat
+from ringplug.keras.progress import check_reduced, forget_progress, raise_latched
 
 __all__ = ["RingCallback"]
 
@@ -103,6 +98,7 @@ class Watch:
                 "same number of samples, drop the remainder, or pass steps_per_epoch to fit"
             )
         forget_progress(optimizer)
+        step.translate_errors(model)
 
     def epoch_end(self, model: Any, epoch: int) -> None:
         """At epoch end: whether updates were combined."""

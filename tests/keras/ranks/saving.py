@@ -100,6 +100,9 @@ def pickled_and_copied():
         assert type(again) is type(original)
         assert again.ringplug.options == original.ringplug.options
         assert again.ringplug is not original.ringplug
+        assert int(again.iterations) == 6
+        again.build(model.trainable_variables)
+        assert len(again.variables) == len(original.variables)
         assert task.difference(numbers(again.variables), numbers(original.variables)) == 0
     cloned = type(original).from_config(original.get_config())
     assert cloned.ringplug.options.compression == "fp16"

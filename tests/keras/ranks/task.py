@@ -70,7 +70,7 @@ def assert_raises_everywhere(kind, text, function):
     except kind as error:
         assert text in str(error), f"{text!r} is not in {error}"
         return error
-    raise AssertionError(f"no {kind.__name__} was raised")
+    raise AssertionError(f"no {kind} was raised")
 
 
 def run(checks):
