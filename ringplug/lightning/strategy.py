@@ -94,7 +94,13 @@ class RingStrategyLogic:
         if not isinstance(timeout, timedelta) and timeout is not None:
             timeout = timedelta(seconds=timeout)
         # Set here, so that Lightning does not look for one: its search starts MPI.
-        kwargs.setdefault("cluster_environment", self._environment_class())
+        environment = kwargs.pop("cluster_environment", None) or self._environment_class()
+        if not isinstance(environment, RingEnvironmentLogic):
+            raise UsageError(
+                f"cluster_environment={type(environment).__name__}: RingStrategy takes ranks and "
+                "sizes from the launched processes themselves; leave cluster_environment out"
+            )
+        kwargs["cluster_environment"] = environment
         super().__init__(  # type: ignore[call-arg]
             ddp_comm_state=ddp_comm_state,
             ddp_comm_hook=ddp_comm_hook,
@@ -178,11 +184,7 @@ class RingStrategyLogic:
         rank_zero_only.rank = self.cluster_environment.global_rank()
 
     def _launched(self) -> bool:
-        environment = self.cluster_environment
-        return (
-            isinstance(environment, RingEnvironmentLogic)
-            and environment.creates_processes_externally
-        )
+        return bool(self.cluster_environment.creates_processes_externally)
 
     # -- start
 

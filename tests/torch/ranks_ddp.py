@@ -9,15 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from ringplug.backend.errors import RingplugError, TransportError
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ringplug.torch  # noqa: F401
+from ringplug.backend.errors import RingplugError, TransportError
 from ringplug.torch.comm_hooks import compress_hook
 from tests.checks import check, run_checks
 
@@ -27,7 +27,9 @@ STEPS, BATCH = 4, 12
 
 def network(seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
 
 
 def data(step):
@@ -72,8 +74,13 @@ def equal_on_all_ranks(model):
 
 @check
 def ddp_equals_one_process(rank, size):
-    for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True},
-                    {"bucket_cap_mb": 0.0005}, {"find_unused_parameters": True}):
+    for options in (
+        {},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+        {"bucket_cap_mb": 0.0005},
+        {"find_unused_parameters": True},
+    ):
         # Weights differ by rank on purpose: DDP copies rank 0's.
         model = DDP(network(seed=rank), **options)
         train(model, sgd(model), rank, size)
@@ -109,7 +116,9 @@ def parameters_unused_on_some_ranks(rank, size):
         model.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
     assert model.module.left.weight.grad.tolist() == [[1 / size] * 2]
-    torch.testing.assert_close(model.module.right.weight.grad, torch.full((1, 2), (size - 1) / size))
+    torch.testing.assert_close(
+        model.module.right.weight.grad, torch.full((1, 2), (size - 1) / size)
+    )
 
 
 @check

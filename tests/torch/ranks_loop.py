@@ -8,11 +8,11 @@ import warnings
 
 import pytest
 import torch
-from ringplug.backend import runtime
-from ringplug.backend.errors import MismatchError, UsageError
 from torch import nn
 
 import ringplug.torch as ring
+from ringplug.backend import runtime
+from ringplug.backend.errors import MismatchError, UsageError
 from tests.checks import check, run_checks
 
 warnings.filterwarnings("ignore", message=".*lr_scheduler.*", category=DeprecationWarning)
@@ -21,7 +21,9 @@ STEPS, BATCH = 5, 12
 
 def network(seed=0):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
+    )
 
 
 def data(step):
@@ -71,7 +73,9 @@ def equals_one_process(rank, size):
             train(reference, make(reference.parameters()), clip=clip)
             model = network(seed=rank)
             ring.broadcast_parameters(model.state_dict(), root_rank=0)
-            optimizer = ring.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+            optimizer = ring.DistributedOptimizer(
+                make(model.parameters()), model.named_parameters()
+            )
             train(model, optimizer, rank, size, clip=clip)
             same(model, reference)
             equal_on_all_ranks(model)
@@ -162,9 +166,7 @@ def several_backward_passes_in_one_step(rank, size):
     optimizer.step()
     same(model, reference)
     summed = network()
-    optimizer = ring.DistributedOptimizer(
-        torch.optim.SGD(summed.parameters(), 0.05), op=ring.Sum
-    )
+    optimizer = ring.DistributedOptimizer(torch.optim.SGD(summed.parameters(), 0.05), op=ring.Sum)
     x, y = data(0)
     loss_of(summed, x[rank::size], y[rank::size]).backward()
     reference.zero_grad()
@@ -246,6 +248,7 @@ def closures(rank, size):
             loss = loss_of(network, x, y)
             loss.backward()
             return loss
+
         return closure
 
     plain = torch.optim.LBFGS(reference.parameters(), lr=0.1, max_iter=5, max_eval=5)
@@ -292,7 +295,9 @@ def layouts_and_dtypes(rank, size):
     equal_on_all_ranks(parts.float())
     with pytest.raises(UsageError, match="gradient of weight is sparse"):
         sparse = nn.Embedding(5, 2, sparse=True)
-        ring.DistributedOptimizer(torch.optim.SGD(sparse.parameters(), 0.1), sparse.named_parameters())
+        ring.DistributedOptimizer(
+            torch.optim.SGD(sparse.parameters(), 0.1), sparse.named_parameters()
+        )
         sparse(torch.tensor([1])).sum().backward()
 
 
