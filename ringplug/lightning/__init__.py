@@ -9,13 +9,14 @@ both, say which one its Trainer comes from: ``strategy_class("lightning")()``.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
 from ringplug.backend import config
 from ringplug.backend.errors import UsageError
 from ringplug.lightning.strategy import RingStrategyLogic
-from ringplug.lightning.trees import TREES, Tree, default_tree, loaded, tree_named, when_loaded
+from ringplug.lightning.trees import TREES, default_tree, loaded, tree_named, when_loaded
 
 __all__ = ["RingStrategy", "strategy_class"]
 
@@ -65,11 +66,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _add_names(tree: Tree) -> None:
-    registry = tree.module("strategies").StrategyRegistry
-    strategy_class(tree.name).register_strategies(registry)
-
-
 def _export_ranks() -> None:
     """Before Lightning looks: what it prints on rank 0 only, it decides when it is imported."""
     start = config.launched()
@@ -79,4 +75,5 @@ def _export_ranks() -> None:
 
 _export_ranks()
 for _tree in TREES:
-    when_loaded(_tree, lambda tree=_tree: _add_names(tree))  # type: ignore[misc]
+    # The module adds the names to its tree's registry.
+    when_loaded(_tree, functools.partial(importlib.import_module, _tree.adapter))

@@ -7,8 +7,11 @@ from ringplug.lightning.trees import tree_named
 
 __all__ = ["RingEnvironment", "RingLauncher", "RingLayerSync", "RingStrategy"]
 
-_classes = build(tree_named("pytorch_lightning"))
+_tree = tree_named("pytorch_lightning")
+_classes = build(_tree)
 RingEnvironment = _classes.environment
 RingLauncher = _classes.launcher
 RingLayerSync = _classes.layer_sync
 RingStrategy = _classes.strategy
+
+RingStrategy.register_strategies(_tree.module("strategies").StrategyRegistry)

@@ -100,7 +100,7 @@ def default_tree() -> Tree:
     return candidates[0]
 
 
-def when_loaded(tree: Tree, action: Callable[[], None]) -> None:
+def when_loaded(tree: Tree, action: Callable[[], object]) -> None:
     """Call `action` once `tree` has been imported: now, or when somebody imports it."""
     if tree.pytorch in sys.modules:
         action()
@@ -111,7 +111,7 @@ def when_loaded(tree: Tree, action: Callable[[], None]) -> None:
 class _Watch(importlib.abc.MetaPathFinder):
     """Finds nothing itself; lets the import of one module be followed by an action."""
 
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
+    def __init__(self, name: str, action: Callable[[], object]) -> None:
         self._name = name
         self._action = action
 
