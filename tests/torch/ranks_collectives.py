@@ -206,8 +206,8 @@ def exchanges(rank, size):
     outputs = [torch.empty(other + rank) for other in range(size)]
     dist.all_to_all(outputs, [torch.full((rank + other,), float(rank)) for other in range(size)])
     assert [o.tolist() for o in outputs] == [[float(r)] * (r + rank) for r in range(size)]
+    sizes = [2 if rank == 0 else 1] * size
     with pytest.raises(MismatchError, match="elements to rank"):
-        sizes = [2 if rank == 0 else 1] * size
         dist.all_to_all_single(torch.empty(sum(sizes)), torch.empty(size), sizes, [1] * size)
 
 
@@ -354,7 +354,7 @@ def one_rank_with_wrong_arguments(rank, size):
 
 @check
 def other_devices_are_refused(rank, size):
-    with pytest.raises(UnavailableError, match="shared_memory.*hierarchical"):
+    with pytest.raises(UnavailableError, match=r"shared_memory.*hierarchical"):
         dist.all_reduce(torch.ones(1, device="meta"))
     with pytest.raises(UnavailableError, match="nccl"):
         dist.send(torch.ones(1, device="meta"), (rank + 1) % size)
@@ -376,7 +376,7 @@ def messages(rank, size):
         dist.send(torch.tensor([1.0]), 1, tag=1)
         dist.send(torch.tensor([2]), 1, tag=2)
         dist.send(torch.ones(4, 4).t()[:, 1], 1)
-        for other in range(1, size):
+        for _ in range(1, size):
             box = torch.empty(2)
             source = dist.recv(box)
             assert box.tolist() == [source] * 2
