@@ -1,0 +1,1 @@
+"""Benchmarks: always ratios of one run."""
