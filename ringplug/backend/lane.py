@@ -103,6 +103,11 @@ class Lane:
         """The failure that ended this lane, if any."""
         return self._broken
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     def _work(self) -> None:
         while True:
             with self._wakeup:

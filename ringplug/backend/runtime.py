@@ -86,7 +86,8 @@ class Runtime:
                 config = dataclasses.replace(config, timeout=timeout)
             transport = open_transport(config, control)
             lane = Lane(transport, name, threaded=control.thread_multiple())
-            self._lanes.append(lane)
+            # Closed lanes are let go, with the memory that they map.
+            self._lanes = [*(other for other in self._lanes if not other.closed), lane]
             return lane
 
     def plan(
