@@ -86,19 +86,21 @@ class RingEnvironmentLogic:
         """Refuse ``Trainer(devices=, num_nodes=)`` that contradict the processes that run.
 
         One device is what Lightning takes for ``devices="auto"`` on a CPU, and one node is its
-        default, so those fit everything.
+        default, so those fit everything. Of launchers other than MPI's, which say less about
+        hosts, nothing is refused before the world exists.
 
         Raises:
             UsageError: Names both sides.
         """
-        if not self.creates_processes_externally:
+        start = config.launched()
+        if not runtime.is_initialized() and (start is None or start.by != "mpi"):
             return
         if num_devices not in (1, self.local_size()):
             raise UsageError(
                 f"Trainer(devices={num_devices}), but {self.local_size()} processes were started "
                 "on this host: leave devices out, or start as many processes as it says"
             )
-        if num_nodes not in (1, self.num_nodes()):
+        if runtime.is_initialized() and num_nodes not in (1, self.num_nodes()):
             raise UsageError(
                 f"Trainer(num_nodes={num_nodes}), but the processes run on {self.num_nodes()} "
                 "hosts: leave num_nodes out, or start the processes on as many hosts"

@@ -214,6 +214,12 @@ class RingStrategyLogic:
                     f"torch.distributed runs on {dist.get_backend()} already; RingStrategy "
                     "would train with it. Destroy that group first, or initialise 'ring'"
                 )
+            exists = self._group().timeout
+            if self._ring_timeout is not None and self._ring_timeout.total_seconds() != exists:
+                raise UsageError(
+                    f"the process group exists already, with a timeout of {exists:g} s: call "
+                    "torch.distributed.destroy_process_group() before training with another one"
+                )
         else:
             self._check_versions(rt)
             register()

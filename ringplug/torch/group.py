@@ -40,6 +40,7 @@ class LaneGroup(dist.ProcessGroup):
     Attributes:
         overlap: False runs also asynchronous operations at once, on the calling thread, which
             is faster where the cores are all busy.
+        timeout: Deadline of every operation, in seconds.
     """
 
     def __init__(self, lane: Lane, messages: Lane, config: Config, name: str) -> None:
@@ -52,6 +53,7 @@ class LaneGroup(dist.ProcessGroup):
         self._sequence = 0
         self._closed = False
         self.overlap = True
+        self.timeout = config.timeout
 
     # -- what torch asks about a group
 

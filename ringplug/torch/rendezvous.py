@@ -49,6 +49,10 @@ def register() -> None:
     of_torch = handlers["env"]
 
     def env(url: str, *args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        start = config.launched()
+        if start is not None and start.by == "mpi":
+            # Also exports the rank and the size, which torch looks for.
+            runtime.init()
         if config.has_master() or "?" in url:
             return of_torch(url, *args, **kwargs)
         return _rendezvous(url, *args, **kwargs)

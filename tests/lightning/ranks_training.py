@@ -195,9 +195,12 @@ def options_arrive(rank, size):
             assert trainer.strategy.model.process_group.overlap is False
             assert not dist.group.WORLD.overlap
 
-    fit_ordered(module, size, strategy=strategy, callbacks=[Look()])
+    with pytest.raises(UsageError, match=r"exists already, with a timeout of 1800 s"):
+        fit_ordered(module, size, strategy=strategy, callbacks=[Look()])
     dist.destroy_process_group()
+    fit_ordered(module, size, strategy=strategy, callbacks=[Look()])
     fit_ordered(Module(), size, strategy=RingStrategy(timeout=77))
+    fit_ordered(Module(), size)
     assert dist.group.WORLD.lane.transport._config.timeout == 77
     assert dist.group.WORLD.overlap
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import gc
+import threading
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -452,14 +455,32 @@ def subgroups(rank, size):
 
 
 @check
-def destroyed_and_made_again(rank, size):
-    for _ in range(5):
+def destroyed_and_made_again_without_leaks(rank, size):
+    def held():
+        segments = [
+            line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm" in line
+        ]
+        return len(threading.enumerate()), len(list(Path("/proc/self/fd").iterdir())), len(segments)
+
+    counts = []
+    for _ in range(20):
         dist.destroy_process_group()
         assert not dist.is_initialized()
         dist.init_process_group("ring")
         tensor = torch.ones(1)
         dist.all_reduce(tensor, async_op=True).wait()
-        assert tensor.item() == size
+        got = torch.empty(1)
+        work = dist.isend(tensor, (rank + 1) % size)
+        dist.recv(got, (rank - 1) % size)
+        work.wait()
+        assert (tensor.item(), got.item()) == (size, size)
+        del tensor, got, work
+        gc.collect()
+        counts.append(held())
+    # The first rounds fill caches of the libraries below.
+    assert counts[-1][0] <= counts[4][0], counts
+    assert counts[-1][1] <= counts[4][1] + 2, counts
+    assert counts[-1][2] <= counts[4][2], counts
 
 
 dist.init_process_group("ring")
