@@ -76,7 +76,7 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
         raise UsageError(f"{op.name} of {dtype} values: complex numbers have no order")
     if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) and is_floating(dtype):
         raise UsageError(f"{op.name} works on integers and bool, not on {dtype}")
-    if dtype.kind not in "biufcV" or dtype.hasobject:
+    if dtype.kind not in "biufcV" or dtype.type is np.void:
         raise UsageError(f"{op.name} of {dtype} values is not possible")
 
 

@@ -9,6 +9,7 @@ for yet.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -104,6 +105,11 @@ class NamedLane:
             NotInitializedError: ringplug was shut down.
         """
         handle = Handle(request.name)
+        earlier = self._pending.get(request.name)
+        if earlier is not None and earlier.request.refused:
+            # Its caller has its error already; here it only waits for the others to hear of it.
+            with contextlib.suppress(RingplugError):
+                self.wait(earlier.handle)
         with self._lock:
             if self._closed:
                 raise NotInitializedError(f"{request.name}: ringplug was shut down")
@@ -168,8 +174,8 @@ class NamedLane:
                 handle = next(iter(self._pending.values())).handle
             try:
                 self.wait(handle)
-            except RingplugError:
-                continue  # the handle has it
+            except Exception:  # noqa: BLE001 - every handle has it, for its caller
+                continue
 
     def _step(self) -> bool:
         """Announce, listen, and run what is agreed. True when anything happened."""
@@ -254,7 +260,7 @@ class NamedLane:
             else:
                 (only, sizes), *_ = batch
                 results = [self._lane.run(lambda t: _other(t, only, sizes), only.request.name)]
-        except RingplugError as error:
+        except BaseException as error:
             for item in items:
                 item.handle.fail(error)
             raise

@@ -146,7 +146,8 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
     Only ranks of the same job can send it: this trusts them as it trusts the script itself.
 
     Args:
-        obj: Any object that pickles; ignored on the other ranks.
+        obj: Any object that pickles (else UsageError here, MismatchError on the others);
+            ignored on the other ranks.
         root_rank: Whose object it is.
         name: What the ranks match by.
 
@@ -158,25 +159,31 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
         problem = f"root_rank {root_rank} is not in 0..{rt.world.size - 1}"
         _start("allgather", np.empty(0, np.uint8), name, False, problem=problem, root=root_rank)
     mine = rt.world.rank == root_rank
-    payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL) if mine else b""
-    gathered = _start(
-        "allgather", np.frombuffer(payload, np.uint8), name, False, root=root_rank
-    ).wait()
+    payload, problem = _pickle(obj) if mine else (b"", "")
+    array = np.frombuffer(payload, np.uint8)
+    gathered = _start("allgather", array, name, False, root=root_rank, problem=problem).wait()
     return obj if mine else pickle.loads(gathered)
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Every rank's object, pickled, in rank order. See `broadcast_object`."""
-    payload = pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)
-    key = _name("allgather", name)
+    payload, problem = _pickle(obj)
     framed = np.frombuffer(len(payload).to_bytes(8, "little") + payload, np.uint8)
-    gathered = allgather(framed, key).tobytes()
+    gathered = _start("allgather", framed, name, False, problem=problem).wait().tobytes()
     objects, at = [], 0
     while at < len(gathered):
         length = int.from_bytes(gathered[at : at + 8], "little")
         objects.append(pickle.loads(gathered[at + 8 : at + 8 + length]))
         at += 8 + length
     return objects
+
+
+def _pickle(obj: Any) -> tuple[bytes, str]:
+    """The object as bytes, or why it cannot be: the other ranks must hear of that."""
+    try:
+        return pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), ""
+    except Exception as error:  # noqa: BLE001 - the object's own code runs here
+        return b"", f"cannot pickle {type(obj).__name__}: {error}"
 
 
 def poll(handle: Pending) -> bool:
@@ -265,5 +272,6 @@ def _start(  # noqa: PLR0913 - one request, field by field
         prescale=prescale,
         postscale=postscale,
     )
-    flat = array if array.flags.c_contiguous else array.copy(order="C")
+    # Contiguous and in this machine's byte order, so that equal dtypes mean equal bytes.
+    flat = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).reshape(array.shape)
     return Pending(named.submit(request, flat, background), tensor)

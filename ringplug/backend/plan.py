@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ringplug.backend.buffers import Array, Buffer, ReduceOp, check_reducible
 from ringplug.backend.compression import Compressor
 from ringplug.backend.config import Config
@@ -51,12 +53,7 @@ class Plan:
         self.lane = lane
         self._compressor = compressor
         self._op = op
-        lossy = compressor.name != "none"
-        self._wire_factor = 1 / size if op is ReduceOp.AVERAGE else 1.0
-        self._factor = 1.0
-        if lossy and op is ReduceOp.SUM:
-            # On a narrow wire a sum travels as the mean, which fits wherever the values do.
-            self._wire_factor, self._factor = 1 / size, float(size)
+        self._size = size
         self.buckets = make_buckets(
             self.specs, config.fusion_bytes, config.first_bucket_bytes, compressor.wire_dtype
         )
@@ -147,8 +144,13 @@ class Plan:
     def _launch(self, number: int) -> None:
         bucket = self.buckets[number]
         arrays = self._arrays
+        earlier = self._handles[-1:]
 
         def job(transport: Transport) -> None:
+            # What failed (a disagreement, on all ranks) ends the step: its other buckets would
+            # not fit together.
+            for handle in earlier:
+                handle.wait()
             if number == 0:
                 transport.agree(self._signature, self._description)
             self._reduce(transport, bucket, arrays, arrays)
@@ -176,13 +178,19 @@ class Plan:
             for index, elements, where in bucket.parts(place):
                 target = targets[index]
                 assert target is not None
-                codec.decode(memory[where], target[elements], self._factor)
+                codec.decode(memory[where], target[elements], factor)
 
         wire = codec.wire_dtype(bucket.dtype)
-        transport.allreduce_stream(bucket.count, wire, self._op, self._wire_factor, fill, drain)
+        wire_factor, factor = (1 / self._size if self._op is ReduceOp.AVERAGE else 1.0), 1.0
+        if wire != bucket.dtype and self._op is ReduceOp.SUM:
+            # On a narrow wire a sum travels as the mean, which fits wherever the values do.
+            wire_factor, factor = 1 / self._size, float(self._size)
+        transport.allreduce_stream(bucket.count, wire, self._op, wire_factor, fill, drain)
 
     def _flat(self, index: int, array: Array) -> Buffer:
         spec = self.specs[index]
+        if not isinstance(array, np.ndarray):
+            raise UsageError(f"{self.name}: tensor {spec.name} is no array: {type(array).__name__}")
         if array.shape != spec.shape or array.dtype != spec.dtype:
             raise UsageError(
                 f"{self.name}: tensor {spec.name} is planned as {spec.dtype}{list(spec.shape)}, "

@@ -71,6 +71,7 @@ def disagreement(requests: Mapping[int, Request]) -> str:
         checks += [
             (f"Mismatched {kind} numbers of dimensions", lambda r: len(r.shape)),
             (f"Mismatched {kind} dimensions after the first", lambda r: list(r.shape[1:])),
+            (f"Mismatched {kind} root ranks", lambda r: r.root),
         ]
     else:
         checks += [

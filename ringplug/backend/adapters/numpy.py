@@ -16,7 +16,10 @@ class NumpyAdapter:
     """Arrays are themselves; numbers and nested lists become new arrays."""
 
     def view(self, tensor: Any) -> Array:
-        array = np.asarray(tensor)
+        try:
+            array = np.asarray(tensor)
+        except ValueError as error:
+            raise UsageError(f"{type(tensor).__name__}: {error}") from None
         if array.dtype.hasobject or array.dtype.kind in "SUmM":
             raise UsageError(
                 f"{type(tensor).__name__} with dtype {array.dtype} is no tensor of numbers; use "

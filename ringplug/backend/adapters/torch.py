@@ -27,7 +27,10 @@ class TorchAdapter:
         if plain.dtype is torch.bfloat16:
             bits: Array = plain.view(torch.int16).numpy()
             return bits.view(BFLOAT16)
-        dense: Array = plain.numpy()
+        try:
+            dense: Array = plain.numpy()
+        except (TypeError, RuntimeError) as error:
+            raise UsageError(f"a tensor of {plain.dtype} has no array type: {error}") from None
         return dense
 
     def like(self, array: Array, tensor: Any) -> Any:
