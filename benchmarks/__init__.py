@@ -1,1 +1,1 @@
-"""Benchmarks: always ratios of one run."""
+"""Measurements; each is a program of its own."""

@@ -1,20 +1,20 @@
-"""Allreduce of CPU tensors against its peers and the machine's limit, in one run.
+"""How long an allreduce takes, beside other ways to do the same on the same processes.
 
     python -m benchmarks.allreduce -np 2
-    python -m benchmarks.allreduce -np 4 --sizes 4 64KiB 64MiB --json result.json
+    python -m benchmarks.allreduce -np 4 --sizes 4 64KiB 64MiB --json results.json
 
-Every size is measured for all contenders in turn, several rounds, on the same ranks:
+For each size, in turns within one job so that all meet the same machine:
 
-* ``direct``: ringplug's transport, the buffer from ``transport.allocate``
-* ``staged``: ringplug's transport, ordinary memory
-* ``named``: `ringplug.allreduce` of a numpy array by name
-* ``mpi``: MPI_Allreduce in place, the same MPI library
-* ``gloo``: torch.distributed's gloo
-* ``memcpy``: a copy of the buffer between two barriers on all ranks at once, the floor for
-  anything that writes every byte once
+* ``direct``  ringplug, in memory from ``transport.allocate``
+* ``staged``  ringplug, in ordinary memory
+* ``named``   ringplug's named lane: what ``ringplug.allreduce`` does, agreement included
+* ``mpi``     MPI_Allreduce of the MPI library, in place
+* ``gloo``    torch.distributed with gloo
+* ``memcpy``  every rank copies its buffer at the same time, between two barriers: the floor
 
-Reported are medians in microseconds, and ratios: how many times faster than MPI and gloo, and
-how many times the floor's time. Machines are noisy: only ratios of one run mean anything.
+Values are float32 and summed. A time is the slowest rank's, from a common barrier on; the table
+shows the median over the rounds, and how many times slower the others are than ``direct``.
+Without ``-np`` this is one rank of a job that a launcher has started.
 """
 
 from __future__ import annotations
@@ -22,152 +22,236 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
+import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from ringplug.backend.transport import Transport
+DEFAULT_SIZES = ["4", "256", "4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB", "256MiB"]
+METHODS = ["direct", "staged", "named", "mpi", "gloo", "memcpy"]
+_NAMED_AT_MOST = 16 * 2**20
+"""The named lane returns a new array each time: beyond this its allocation is what is measured."""
 
-SIZES = ["4", "4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB", "256MiB"]
-ROUNDS = 5
-_RANK = "BENCHMARK_RANK"
-
-
-def main() -> None:
-    """Start the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("-np", "--num-proc", type=int, default=2)
-    parser.add_argument("--sizes", nargs="+", default=SIZES, help="bytes, such as 4 or 64MiB")
-    parser.add_argument("--seconds", type=float, default=1.0, help="per contender and size")
-    parser.add_argument("--json", type=Path, help="write the numbers here")
-    arguments = parser.parse_args()
-    if _RANK in os.environ:
-        measure(arguments)
-        return
-    command = [sys.executable, "-m", "ringplug.launch", "-np", str(arguments.num_proc)]
-    environ = {**os.environ, _RANK: "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, sys.executable, *_again()], env=environ, check=False)
-    sys.exit(done.returncode)
+Method = tuple[np.ndarray, Callable[[], Any]]
 
 
-def _again() -> list[str]:
-    return ["-m", "benchmarks.allreduce", *sys.argv[1:]]
+def main() -> int:
+    arguments = parse(sys.argv[1:])
+    if arguments.np is not None:
+        return launch(arguments.np, sys.argv[1:])
+    results = measure(arguments.sizes, arguments.seconds, arguments.rounds)
+    if results is not None:
+        print(table(results))
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(results, indent=2) + "\n")
+    return 0
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """One rank: all sizes, all contenders."""
-    import ringplug
+def parse(words: list[str]) -> argparse.Namespace:
     from ringplug.backend.config import parse_bytes
-    from ringplug.backend.runtime import current
 
-    ringplug.init()
-    lane = current().lane("benchmark")
-    gloo = _gloo()
+    parser = argparse.ArgumentParser("benchmarks.allreduce", description=__doc__.split("\n")[0])
+    parser.add_argument("-np", type=int, help="start this many ranks with ringrun")
+    parser.add_argument("--sizes", nargs="+", default=DEFAULT_SIZES, help="such as 4 64KiB 64MiB")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for each size and method")
+    parser.add_argument("--rounds", type=int, default=200, help="most rounds of each")
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    arguments = parser.parse_args(words)
+    arguments.sizes = [max(4, parse_bytes(size) // 4 * 4) for size in arguments.sizes]
+    return arguments
+
+
+def launch(ranks: int, words: list[str]) -> int:
+    """Start the ranks, each of which runs this file with the same arguments but ``-np``."""
+    at = words.index("-np")
+    rest = words[:at] + words[at + 2 :]
+    launcher = [sys.executable, "-m", "ringplug.launch", "-np", str(ranks)]
+    if os.geteuid() == 0:
+        launcher.append("--allow-run-as-root")
+    command = [*launcher, sys.executable, "-m", "benchmarks.allreduce", *rest]
+    return subprocess.run(command, check=False).returncode
+
+
+class Contestants:
+    """Everything that is compared, set up once on this rank."""
+
+    def __init__(self, largest: int) -> None:
+        import torch
+        import torch.distributed
+
+        import ringplug
+        from ringplug.backend import ops
+
+        self.runtime = ringplug.init()
+        self.rank, self.size = self.runtime.world.rank, self.runtime.world.size
+        from mpi4py import MPI  # ringplug.init() has started it
+
+        self._mpi = MPI
+        self.world = MPI.COMM_WORLD.Dup()
+        self._ops, self._torch = ops, torch
+        store = self._store()
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.size
+        )
+        self.lane = self.runtime.lane("benchmark")
+        self.transport = self.lane.transport
+        self._allocated = self.transport.allocate(largest).view(np.float32)
+        self._staged = np.empty(largest // 4, np.float32)
+        self._copy = np.empty(largest // 4, np.float32)
+        self._copy[:] = 0
+
+    def _store(self) -> Any:
+        """torch's rendezvous: rank 0 serves a port of its choice and tells the others."""
+        from datetime import timedelta
+
+        store = None
+        port = None
+        if self.rank == 0:
+            store = self._torch.distributed.TCPStore(
+                "127.0.0.1", 0, self.size, True, timedelta(seconds=60), wait_for_workers=False
+            )
+            port = store.port
+        port = self._ops.broadcast_object(port, 0, name="gloo port")
+        return store or self._torch.distributed.TCPStore(
+            "127.0.0.1", port, self.size, False, timedelta(seconds=60)
+        )
+
+    def methods(self, nbytes: int) -> dict[str, Method]:
+        """For one size: the buffer that each method reduces, and the call."""
+        from ringplug.backend.buffers import ReduceOp
+
+        count = nbytes // 4
+        direct, staged, copy = (a[:count] for a in (self._allocated, self._staged, self._copy))
+        tensor = self._torch.from_numpy(staged)
+        mpi_sum, in_place = self._mpi.SUM, self._mpi.IN_PLACE
+        found: dict[str, Method] = {
+            "direct": (direct, lambda: self.transport.allreduce(direct, ReduceOp.SUM)),
+            "staged": (staged, lambda: self.transport.allreduce(staged, ReduceOp.SUM)),
+            "mpi": (staged, lambda: self.world.Allreduce(in_place, staged, mpi_sum)),
+            "gloo": (staged, lambda: self._torch.distributed.all_reduce(tensor)),
+            "memcpy": (staged, lambda: self._memcpy(staged, copy)),
+        }
+        if nbytes <= _NAMED_AT_MOST:
+            name = f"named {nbytes}"
+            found["named"] = (
+                staged,
+                lambda: self._ops.allreduce(staged, ReduceOp.SUM, name=name),
+            )
+        return found
+
+    def _memcpy(self, source: np.ndarray, target: np.ndarray) -> None:
+        self.transport.barrier()
+        np.copyto(target, source)
+        self.transport.barrier()
+
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """For each round, the time of the rank that took longest."""
+        times = np.array(seconds)
+        self.world.Allreduce(self._mpi.IN_PLACE, times, self._mpi.MAX)
+        return times.tolist()
+
+    def agree(self, number: int) -> int:
+        """The smallest of the ranks' numbers."""
+        return int(self.world.allreduce(number, self._mpi.MIN))
+
+
+def measure(sizes: list[int], seconds: float, rounds: int) -> dict[str, Any] | None:
+    """Run everything; the results on rank 0, None elsewhere."""
+    them = Contestants(max(sizes))
     rows = []
-    for text in arguments.sizes:
-        nbytes = max(4, parse_bytes(text))
-        row = lane.run(lambda t, n=nbytes: _one_size(t, gloo, n, arguments.seconds), "benchmark")
-        rows.append({"bytes": nbytes, **row})
-        if ringplug.rank() == 0:
-            _show(rows[-1], header=len(rows) == 1)
-    if ringplug.rank() == 0 and arguments.json:
-        result = {"ranks": ringplug.size(), "unit": "seconds", "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1))
-
-
-def _gloo() -> Callable[[np.ndarray], None]:
-    """Torch's gloo over the same ranks, on the loopback interface."""
-    import torch
-    import torch.distributed as dist
-
-    import ringplug
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    port = ringplug.broadcast_object(port)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=ringplug.rank(),
-        world_size=ringplug.size(),
-    )
-    return lambda array: dist.all_reduce(torch.from_numpy(array))
-
-
-def _one_size(
-    transport: Transport, gloo: Callable[[np.ndarray], None], nbytes: int, seconds: float
-) -> dict[str, float]:
-    from mpi4py import MPI
-
-    import ringplug
-    from ringplug.backend.buffers import ReduceOp
-
-    direct = transport.allocate(nbytes).view(np.float32)
-    plain = np.zeros(nbytes // 4, np.float32)
-    copy = np.ones_like(plain)
-
-    def memcpy() -> None:
-        transport.barrier()
-        np.copyto(copy, plain)
-        transport.barrier()
-
-    contenders: dict[str, Callable[[], object]] = {
-        "direct": lambda: transport.allreduce(direct, ReduceOp.SUM),
-        "staged": lambda: transport.allreduce(plain, ReduceOp.SUM),
-        "named": lambda: ringplug.allreduce(plain, op=ringplug.Sum, name=f"bench.{nbytes}"),
-        "mpi": lambda: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, plain),
-        "gloo": lambda: gloo(plain),
-        "memcpy": memcpy,
+    for nbytes in sizes:
+        methods = them.methods(nbytes)
+        for name, (buffer, call) in methods.items():
+            verify(them, name, buffer, call)
+        first = {name: once(them, *method) for name, method in methods.items()}
+        turns = them.agree(max(5, min(rounds, int(seconds / max(max(first.values()), 1e-6)))))
+        times: dict[str, list[float]] = {name: [] for name in methods}
+        # A few calls in a row for what takes microseconds: the first one finds a cold cache.
+        burst = 20 if nbytes <= 64 * 2**10 else 1
+        for _ in range(turns):
+            for name, method in methods.items():
+                times[name] += [once(them, *method) for _ in range(burst)][burst // 4 :]
+        row: dict[str, Any] = {"bytes": nbytes}
+        for name in METHODS:
+            if name in times:
+                slowest = them.slowest(times[name])
+                row[name] = {"median": statistics.median(slowest), "minimum": min(slowest)}
+        rows.append(row)
+    if them.rank != 0:
+        return None
+    return {
+        "ranks": them.size,
+        "transport": them.transport.name,
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "mpi": " ".join(map(str, them._mpi.get_vendor()[:1])),
+        "torch": them._torch.__version__,
+        "unit": "seconds",
+        "rows": rows,
     }
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(ROUNDS):
-        for name, contender in contenders.items():
-            times[name] += _repeat(transport, contender, seconds / ROUNDS)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _repeat(transport: Transport, contender: Callable[[], object], seconds: float) -> list[float]:
-    """The slowest rank's time of each call, for about `seconds`."""
-    from ringplug.backend.buffers import ReduceOp
+def verify(them: Contestants, name: str, buffer: np.ndarray, call: Callable[[], Any]) -> None:
+    """A time only counts when the sum is right."""
+    buffer[:] = them.rank + 1
+    result = call()
+    if name == "memcpy":
+        return
+    total = result if name == "named" else buffer
+    wanted = them.size * (them.size + 1) / 2
+    if not (total == wanted).all():
+        raise AssertionError(f"{name}: {total[:3]} is not {wanted}")
 
-    contender()
+
+def once(them: Contestants, buffer: np.ndarray, call: Callable[[], Any]) -> float:
+    """Seconds of one call on this rank."""
+    buffer[:1] = 1.0
+    if not np.isfinite(buffer[-1]) or abs(buffer[-1]) > 1e30:
+        buffer[:] = 1.0
+    them.transport.barrier()
     start = time.perf_counter()
-    contender()
-    once = np.array([time.perf_counter() - start])
-    transport.allreduce(once, ReduceOp.MAX)
-    count = int(min(2000, max(1, seconds / once[0])))
-    times = np.empty(count)
-    for index in range(count):
-        transport.barrier()
-        start = time.perf_counter()
-        contender()
-        times[index] = time.perf_counter() - start
-    transport.allreduce(times, ReduceOp.MAX)
-    return times.tolist()
+    call()
+    return time.perf_counter() - start
 
 
-def _show(row: dict[str, float], header: bool) -> None:
-    names = ["direct", "staged", "named", "mpi", "gloo", "memcpy"]
-    if header:
-        print(f"{'bytes':>11} " + "".join(f"{name:>10}" for name in names) + "   microseconds")
-    times = "".join(f"{row[name] * 1e6:>10.1f}" for name in names)
-    faster = [
-        f"{ours} {row['gloo'] / row[ours]:.1f}x gloo, {row['mpi'] / row[ours]:.1f}x MPI, "
-        f"{row[ours] / row['memcpy']:.2f} of memcpy"
-        for ours in ("direct", "staged")
+def table(results: dict[str, Any]) -> str:
+    """The medians, and each method's as a multiple of ``direct``."""
+    present = [m for m in METHODS if any(m in row for row in results["rows"])]
+    lines = [
+        f"allreduce of float32, {results['ranks']} ranks on {results['cores']} cores, transport "
+        f"{results['transport']}; median time, and as a multiple of direct",
+        "",
+        f"{'size':>8} " + " ".join(f"{name:>17}" for name in present),
     ]
-    print(f"{row['bytes']:>11} {times}   " + "; ".join(faster), flush=True)
+    for row in results["rows"]:
+        cells = []
+        for name in present:
+            if name in row:
+                median = row[name]["median"]
+                ratio = median / row["direct"]["median"]
+                cells.append(f"{duration(median):>10} {ratio:>5.2f}x")
+            else:
+                cells.append(f"{'-':>10} {'':>6}")
+        lines.append(f"{size(row['bytes']):>8} " + " ".join(cells))
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def size(nbytes: int) -> str:
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
