@@ -187,7 +187,9 @@ def equals_one_process_in_every_mode(rank, size):
 @check
 def options_arrive(rank, size):
     module = Module()
-    strategy = RingStrategy(bucket_cap_mb=7, timeout=77, overlap=False)
+
+    def strategy():
+        return RingStrategy(bucket_cap_mb=7, timeout=77, overlap=False)
 
     class Look(L.Callback):
         def on_train_start(self, trainer, _):
@@ -196,9 +198,9 @@ def options_arrive(rank, size):
             assert not dist.group.WORLD.overlap
 
     with pytest.raises(UsageError, match=r"exists already, with a timeout of 1800 s"):
-        fit_ordered(module, size, strategy=strategy, callbacks=[Look()])
+        fit_ordered(module, size, strategy=strategy(), callbacks=[Look()])
     dist.destroy_process_group()
-    fit_ordered(module, size, strategy=strategy, callbacks=[Look()])
+    fit_ordered(module, size, strategy=strategy(), callbacks=[Look()])
     fit_ordered(Module(), size, strategy=RingStrategy(timeout=77))
     fit_ordered(Module(), size)
     assert dist.group.WORLD.lane.transport._config.timeout == 77

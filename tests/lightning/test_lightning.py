@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -34,16 +33,18 @@ def test_script(script, tree, ranks):
 
 @pytest.mark.parametrize("tree", TREES)
 def test_an_exception_on_one_rank_ends_all(tree, tmp_path):
-    start = time.monotonic()
-    done = run_ranks(HERE / "ranks_one_model.py", 2, tree, "raise", tmp_path, expect=None)
+    done = run_ranks(
+        HERE / "ranks_one_model.py", 2, tree, "raise", tmp_path, timeout=40, expect=None
+    )
     assert "ValueError: the culprit" in done.stderr
     # A checkpoint from a callback must not wait for ranks that are elsewhere. Rank 0 writes it.
     assert "exception at step" in done.stdout
-    assert time.monotonic() - start < 40
 
 
 def test_a_killed_rank_ends_all(tmp_path):
-    done = run_ranks(HERE / "ranks_one_model.py", 2, "lightning", "kill", tmp_path, expect=None)
+    done = run_ranks(
+        HERE / "ranks_one_model.py", 2, "lightning", "kill", tmp_path, timeout=40, expect=None
+    )
     assert done.returncode != 0
 
 
@@ -67,6 +68,47 @@ def run_plain(*arguments, timeout=60):
         env=environ,
         stdin=subprocess.DEVNULL,
     )
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_hosts_are_the_communicators(tree):
+    done = run_ranks(
+        """
+        import importlib, os, sys
+        rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+        os.environ["RINGPLUG_HOST_ID"] = "ab"[rank > 0]
+        L = importlib.import_module(sys.argv[1])
+        import torch
+        from ringplug.lightning import RingStrategy
+        from torch.utils.data import DataLoader, TensorDataset
+
+        class Model(L.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = torch.nn.Linear(2, 1)
+
+            def training_step(self, batch, _):
+                return self.net(batch[0]).pow(2).mean()
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), 0.1)
+
+        trainer = L.Trainer(
+            strategy=RingStrategy(), accelerator="cpu", max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )
+        model = Model()
+        trainer.fit(model, DataLoader(TensorDataset(torch.ones(12, 2)), batch_size=2))
+        print("node", trainer.node_rank, "of", trainer.num_nodes, "local", trainer.local_rank,
+              "of", trainer.num_devices, "global", trainer.global_rank, "of", trainer.world_size,
+              "via", trainer.strategy._group().lane.transport.name)
+        """,
+        3,
+        tree,
+    )
+    assert "node 0 of 2 local 0 of 1 global 0 of 3 via hierarchical" in done.stdout
+    assert "node 1 of 2 local 0 of 2 global 1 of 3 via hierarchical" in done.stdout
+    assert "node 1 of 2 local 1 of 2 global 2 of 3 via hierarchical" in done.stdout
 
 
 @pytest.mark.parametrize(("how", "code"), [("devices", 0), ("devices-fail", 7)])
