@@ -13,8 +13,10 @@ import pytest
 def test_allreduce_benchmark(tmp_path, ranks):
     result = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.allreduce", "-np", str(ranks), "--seconds", "0.02"]
-        + ["--sizes", "4", "1MiB", "--json", str(result)],
+        [
+            *(sys.executable, "-m", "benchmarks.allreduce", "-np", str(ranks)),
+            *("--seconds", "0.02", "--sizes", "4", "1MiB", "--json", str(result)),
+        ],
         cwd=Path(__file__).resolve().parents[2],
         env=os.environ | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
         capture_output=True,
