@@ -107,7 +107,7 @@ class Contestants:
         self._copy[:] = 0
 
     def _store(self) -> Any:
-        """torch's rendezvous: rank 0 serves a port of its choice and tells the others."""
+        """The rendezvous of torch: rank 0 serves a port of its choice and tells the others."""
         from datetime import timedelta
 
         store = None
