@@ -22,28 +22,11 @@ from ringplug.backend.buffers import (
 from ringplug.backend.errors import UsageError
 
 F2, F4, F8 = (np.dtype(d) for d in ("f2", "f4", "f8"))
+# Signed zeros, infinities, the largest and the smallest numbers, denormals of each dtype.
 SPECIAL = np.array(
     [
-        0.0,
-        -0.0,
-        np.inf,
-        -np.inf,
-        1,
-        -1,
-        65504,
-        65520,
-        -70000,
-        3.4e38,
-        1e-08,
-        -6e-08,
-        5.96e-08,
-        1e-40,
-        -1e-45,
-        1.17e-38,
-        9.2e-41,
-        2.0 ** (-133),
-        2.0 ** (-134),
-        3 * 2.0 ** (-135),
+        *(0.0, -0.0, np.inf, -np.inf, 1, -1, 65504, 65520, -70000, 3.4e38, 1e-8, -6e-8, 5.96e-8),
+        *(1e-40, -1e-45, 1.17e-38, 9.2e-41, 2.0**-133, 2.0**-134, 3 * 2.0**-135),
     ],
     np.float32,
 )
