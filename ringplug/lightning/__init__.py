@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from typing import Any
 
 from ringplug.backend import config
@@ -71,6 +72,9 @@ def _export_ranks() -> None:
     start = config.launched()
     if start is not None and start.size > 1:
         config.export_ranks(start.rank, start.size, start.local_rank, start.local_size)
+        early = sys.modules.get("lightning_utilities.core.rank_zero")
+        if early is not None:
+            early.rank_zero_only.rank = start.rank
 
 
 _export_ranks()

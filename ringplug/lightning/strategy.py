@@ -280,10 +280,10 @@ class RingStrategyLogic:
         if self._votes_per_batch:
             self._termination.check()
 
-    def _any_rank(self, flag: bool) -> bool:
+    def _any_rank(self, flag: bool, place: str) -> bool:
         if self._alone():
             return flag
-        return objects.count_votes(self._group(), flag, "on SIGTERM") > 0
+        return objects.count_votes(self._group(), flag, f"on SIGTERM before {place}") > 0
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._alone():

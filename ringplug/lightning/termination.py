@@ -17,10 +17,11 @@ class Termination:
     """The flag of one strategy.
 
     Args:
-        vote: Given this rank's flag; returns whether any rank's is set. A collective.
+        vote: Given this rank's flag and the place in training, the same on all ranks; returns
+            whether any rank's flag is set. A collective.
     """
 
-    def __init__(self, vote: Callable[[bool], bool]) -> None:
+    def __init__(self, vote: Callable[[bool, str], bool]) -> None:
         self._vote = vote
         self._asked = False
         self._trainer: Any = None
@@ -51,8 +52,10 @@ class Termination:
 
         Raises:
             SIGTERMException: Lightning's, on every rank, when any rank got the signal.
+            MismatchError: The ranks are at different batches: some have fewer than others.
         """
-        if self._vote(self._asked):
+        batch = self._trainer.fit_loop.epoch_loop.batch_idx + 1
+        if self._vote(self._asked, f"batch {batch} of epoch {self._trainer.current_epoch}"):
             assert self._exception is not None
             self._trainer._signal_connector.received_sigterm = True
             raise self._exception

@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import ringplug.lightning
-from ringplug.backend.errors import MismatchError, UsageError
+from ringplug.backend.errors import MismatchError, UnavailableError, UsageError
 from tests.checks import check, run_checks
 
 L = importlib.import_module(sys.argv[1])
@@ -307,6 +307,34 @@ def contradictions_are_refused(rank, size):
     ):
         with pytest.raises(ValueError, match=r"compression|no process_group|no start|environment"):
             RingStrategy(**options)
+
+
+@check
+def devices_without_a_transport_are_refused(rank, size):
+    strategy = RingStrategy()
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    with pytest.raises(UnavailableError, match=r"nccl.*shared_memory.*accelerator='cpu'"):
+        strategy.setup_distributed()
+
+
+@check
+def forked_data_workers(rank, size):
+    data = DataLoader(rows(), batch_size=4, num_workers=2, multiprocessing_context="fork")
+    model, other = Classifier(), Classifier()
+    trainer().fit(model, data)
+    trainer().fit(other, loader())
+    torch.testing.assert_close(model.net.weight, other.net.weight)
+
+
+@check
+def ranks_with_different_numbers_of_batches(rank, size):
+    class Uneven(IterableDataset):
+        def __iter__(self):
+            return iter([rows()[i] for i in range(8 if rank else 16)])
+
+    with pytest.raises(MismatchError, match=r"rank.* 0.*: .*before batch 2 of epoch 0"):
+        trainer().fit(Classifier(), DataLoader(Uneven(), batch_size=4))
+    trainer(max_epochs=1).fit(Classifier(), loader())
 
 
 @check
