@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import ringplug.torch  # noqa: F401
@@ -257,6 +261,34 @@ def functional_collectives(rank, size):
     assert gathered[::4].tolist() == [r + 1.0 for r in range(size)]
     part = functional.reduce_scatter_tensor(torch.ones(size * 2), "sum", 0, dist.group.WORLD)
     assert part.tolist() == [size] * 2
+
+
+@check
+def meshes_checkpoints_and_objects(rank, size):
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("outer", "inner"))["inner"]
+    whole = torch.arange(4.0 * size).reshape(2 * size, 2)
+    sharded = distribute_tensor(whole, mesh, [Shard(0)])
+    assert torch.equal((sharded + 1).full_tensor(), whole + 1)
+    assert torch.equal(sharded.redistribute(mesh, [Replicate()]).to_local(), whole)
+    box = [tempfile.mkdtemp(prefix="ringplug-dcp-") if rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    dcp.save({"sharded": sharded}, checkpoint_id=box[0])
+    loaded = {"sharded": distribute_tensor(torch.zeros_like(whole), mesh, [Shard(0)])}
+    dcp.load(loaded, checkpoint_id=box[0])
+    assert torch.equal(loaded["sharded"].full_tensor(), whole)
+    scattered = [None]
+    parts = [f"part {other}" for other in range(size)] if rank == 0 else None
+    dist.scatter_object_list(scattered, parts, src=0)
+    assert scattered == [f"part {rank}"]
+    gathered = [None] * size if rank == 0 else None
+    dist.gather_object(rank, gathered, dst=0)
+    assert rank or gathered == list(range(size))
+    if rank == 0:
+        dist.send_object_list(["a message"], dst=1)
+    elif rank == 1:
+        received = [None]
+        dist.recv_object_list(received, src=0)
+        assert received == ["a message"]
 
 
 @check
