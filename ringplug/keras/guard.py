@@ -1,4 +1,4 @@
-"""Whether a compiled model can reach ringplug."""
+"""Whether a compiled model can be trained with ringplug."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import keras
 
+from ringplug.backend.errors import UsageError
+
 __all__ = ["check_compilation"]
 
 
@@ -14,7 +16,15 @@ def check_compilation(model: Any) -> None:
     """Turn XLA off, with a warning, where a step that it compiles could not reach ringplug.
 
     Keras turns XLA on by itself on machines with a GPU, so this is not always the user's wish.
+
+    Raises:
+        UsageError: The model was made under a ``tf.distribute`` strategy.
     """
+    if getattr(model, "_distribute_strategy", None) is not None:
+        raise UsageError(
+            "the model was made under a tf.distribute strategy; use either that or ringplug, "
+            "which needs one process per device and no strategy"
+        )
     if keras.backend.backend() != "tensorflow" or model.run_eagerly or not model.jit_compile:
         return
     from ringplug.keras.step_tensorflow import ffi_reason

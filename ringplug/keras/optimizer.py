@@ -201,9 +201,9 @@ def DistributedOptimizer(
             exchange. By default their rows are gathered, which gives what one process would
             get for all the data.
         scale_lr: The learning rate is multiplied by the number of ranks (``"linear"``), by its
-            square root (``"sqrt"``), or left alone (None). Rank 0 prints the change. A callback
-            that is given an explicit `initial_lr` takes precedence; see
-            `LearningRateWarmupCallback`.
+            square root (``"sqrt"``), or left alone (None). Rank 0 prints the change. A script
+            that scales by itself passes None; one that also passes its scaled rate to a
+            callback as `initial_lr` may leave this as it is: the callback takes precedence.
         backward_passes_per_step: Micro-batches per update: sets the optimizer's
             ``gradient_accumulation_steps``. One exchange per update.
 

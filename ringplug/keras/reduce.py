@@ -181,20 +181,23 @@ class Reduction:
         op: ReduceOp,
         flagged: bool = False,
     ) -> DenseExchange:
-        specs = []
-        for position, index in enumerate(indices):
-            variable = variables[index]
-            shape = (tensors[index] if variable is None else variable).shape
-            name = f"{position}:{_name(variable)}"
-            specs.append(TensorSpec(name, tuple(shape), numpy_dtype(tensors[index].dtype)))
-        if flagged:
-            specs.append(TensorSpec("present", (len(indices),), np.dtype(np.float32)))
-        key = (tuple(specs), op)
-        if key not in self._exchanges:
+        # Described once: looking at hundreds of Keras variables takes milliseconds.
+        kinds = tuple((tensors[index].shape, tensors[index].dtype) for index in indices)
+        key = (op, flagged, kinds)
+        found: DenseExchange | None = self._exchanges.get(key)
+        if found is None:
+            specs = []
+            for position, index in enumerate(indices):
+                variable = variables[index]
+                shape = (tensors[index] if variable is None else variable).shape
+                name = f"{position}:{_name(variable)}"
+                specs.append(TensorSpec(name, tuple(shape), numpy_dtype(tensors[index].dtype)))
+            if flagged:
+                specs.append(TensorSpec("present", (len(indices),), np.dtype(np.float32)))
             compression = self.options.compression if op != ReduceOp.MAX else "none"
             name = f"gradients of {self._label}" if op != ReduceOp.MAX else f"fp8 of {self._label}"
-            self._exchanges[key] = DenseExchange(self.meter, specs, name, op, compression)
-        found: DenseExchange = self._exchanges[key]
+            found = DenseExchange(self.meter, specs, name, op, compression)
+            self._exchanges[key] = found
         return found
 
     def _gather(self, index: int, gradient: Any, variable: Any) -> Any:

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import torch
 
-from ringplug.backend.adapters import view
+from ringplug.backend.adapters import adapter_for
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import UsageError
 from ringplug.keras.exchange import DenseExchange, SparseExchange
@@ -69,19 +69,21 @@ def _run(
     results: list[Any] = []
     sources: list[Array] = []
     targets: list[Array] = []
+    view = adapter_for(tensors[0]).view
     with torch.no_grad():
         for index, tensor in enumerate(tensors):
             source = tensor.detach().contiguous()
             owner = variables[index] if index < len(variables) else None
             # A gradient that its variable owns is reduced in place, as it would be by DDP;
             # anything else may be used elsewhere.
-            value = getattr(owner, "value", None)
+            # Keras' `value` looks up devices; this is the tensor below it.
+            value = getattr(owner, "_value", None)
             owned = isinstance(value, torch.Tensor) and value.grad is tensor
             copied = source.data_ptr() != tensor.data_ptr()
             result = source if owned or copied else torch.empty_like(source)
             results.append(result)
             sources.append(view(source))
-            targets.append(view(result))
+            targets.append(sources[-1] if result is source else view(result))
         more = [np.empty_like(array) for array in extra]
         exchange([*sources, *extra], [*targets, *more])
     return results, more

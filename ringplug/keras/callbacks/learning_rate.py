@@ -288,7 +288,13 @@ def warn_about_momentum(optimizer: Any) -> None:
 
 def _has_schedule(optimizer: Any) -> bool:
     kind = keras.optimizers.schedules.LearningRateSchedule
-    return any(isinstance(one._learning_rate, kind) for one in learning_rate.leaves(optimizer))
+    rates = [isinstance(one._learning_rate, kind) for one in learning_rate.leaves(optimizer)]
+    if any(rates) and not all(rates):
+        raise UsageError(
+            "some of this optimizer's learning rates are schedules and some are not: set them "
+            "yourself, with ringplug.keras.schedules.Warmup and Scaled"
+        )
+    return any(rates)
 
 
 def _refuse_schedule(optimizer: Any, who: str) -> None:

@@ -68,7 +68,9 @@ def bad_arguments():
     )
 
 
-if __name__ == "__main__":
+def init_comes_first():
+    ring.shutdown()
+    assert not ring.is_initialized()
     task.assert_raises_everywhere(
         ringplug.NotInitializedError,
         "init()",
@@ -76,7 +78,11 @@ if __name__ == "__main__":
     )
     ring.init()
     assert ring.is_initialized()
-    assert (ring.size(), ring.rank()) == (1, 0)
-    task.run([same_bits_as_keras, prints_nothing_of_its_own, bad_arguments])
-    ring.shutdown()
-    assert not ring.is_initialized()
+
+
+CHECKS = [
+    init_comes_first,
+    same_bits_as_keras,
+    prints_nothing_of_its_own,
+    bad_arguments,
+]

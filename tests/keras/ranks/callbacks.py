@@ -3,7 +3,6 @@
 import io
 import os
 import shutil
-import sys
 import tempfile
 from contextlib import redirect_stdout
 
@@ -567,9 +566,3 @@ CHECKS = [
     order_of_the_defaults,
     values,
 ]
-
-if __name__ == "__main__":
-    ring.init()
-    assert ring.size() == 2
-    chosen = sys.argv[1:]
-    task.run([check for check in CHECKS if not chosen or check.__name__ in chosen])

@@ -1,7 +1,5 @@
 """N ranks with batch b train as one process with batch N*b; run as one rank of two."""
 
-import sys
-
 import keras
 import numpy as np
 
@@ -145,20 +143,12 @@ def learning_rate_scales_with_the_world():
     assert np.isclose(float(root.learning_rate), 0.1 * 2**0.5)
 
 
-if __name__ == "__main__":
-    ring.init(keras_path=sys.argv[1])
-    assert ring.size() == 2
-    if len(sys.argv) > 2:
-        task.run([three_optimizers_in_every_mode, accumulation_exchanges_once_per_update])
-    else:
-        task.run(
-            [
-                three_optimizers_in_every_mode,
-                accumulation_exchanges_once_per_update,
-                passes_per_step_is_accumulation,
-                other_features,
-                sum_is_size_times_average,
-                compression_is_close_and_equal,
-                learning_rate_scales_with_the_world,
-            ]
-        )
+CHECKS = [
+    three_optimizers_in_every_mode,
+    accumulation_exchanges_once_per_update,
+    passes_per_step_is_accumulation,
+    other_features,
+    sum_is_size_times_average,
+    compression_is_close_and_equal,
+    learning_rate_scales_with_the_world,
+]

@@ -69,6 +69,12 @@ def other_distribution_is_refused():
 
         with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
             task.assert_raises_everywhere(ringplug.UsageError, "tf.distribute", wrap)
+            model = task.make_model()
+        task.assert_raises_everywhere(
+            ringplug.UsageError,
+            "tf.distribute",
+            lambda: task.fit(model, wrap(), *task.data(), 8, callbacks=ring.callbacks.default()),
+        )
     if BACKEND == "jax":
         devices = keras.distribution.list_devices()
         assert len(devices) == 2, devices  # XLA_FLAGS of this test
@@ -114,14 +120,9 @@ def xla_without_a_way_out():
     task.assert_ranks_equal(model.get_weights())
 
 
-if __name__ == "__main__":
-    ring.init()
-    assert ring.size() == 2
-    task.run(
-        [
-            errors_of_a_compiled_step_are_raised_by_fit,
-            without_callbacks_too,
-            other_distribution_is_refused,
-            xla_without_a_way_out,
-        ]
-    )
+CHECKS = [
+    errors_of_a_compiled_step_are_raised_by_fit,
+    without_callbacks_too,
+    other_distribution_is_refused,
+    xla_without_a_way_out,
+]

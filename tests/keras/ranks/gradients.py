@@ -11,7 +11,7 @@ BACKEND = keras.backend.backend()
 
 
 def missing_gradients():
-    """Eager: a gradient that is missing on one rank counts as zero, one missing everywhere stays so."""
+    """Eager: missing on one rank counts as zero, missing everywhere stays missing."""
     kernel = keras.Variable(np.ones((3,), "float32"), name="a")
     other = keras.Variable(np.ones((2,), "float32"), name="b")
     unused = keras.Variable(np.ones((2,), "float32"), name="c")
@@ -140,7 +140,7 @@ class Own(keras.Model):
             loss = keras.ops.mean((self(x) - y) ** 2)
         for optimizer, layer in self.pairs():
             weights = layer.trainable_weights
-            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+            optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
         return {"own": loss}
 
     def pairs(self):
@@ -190,13 +190,13 @@ def two_optimizers_in_a_jitted_function():
             keras.Variable(np.ones(s, "float32"), name=f"v{i}") for i, s in enumerate(shapes)
         ]
         optimizers = [wrap(keras.optimizers.SGD(0.1)), wrap(keras.optimizers.Adam(0.1))]
-        for optimizer, variable in zip(optimizers, variables):
+        for optimizer, variable in zip(optimizers, variables, strict=True):
             optimizer.build([variable])
         return optimizers, variables
 
     def step(optimizers, states, values, x):
         results = []
-        for optimizer, state, value in zip(optimizers, states, values):
+        for optimizer, state, value in zip(optimizers, states, values, strict=True):
             new, state = optimizer.stateless_apply(state, [value * x], [value])
             results.append((new[0], state))
         return [r[0] for r in results], [r[1] for r in results]
@@ -294,19 +294,14 @@ def embeddings():
     assert task.difference(together, alone) <= 1e-5
 
 
-if __name__ == "__main__":
-    ring.init()
-    assert ring.size() == 2
-    task.run(
-        [
-            missing_gradients,
-            overwritten_variables,
-            one_overflow_skips_all,
-            mixed_precision_by_policy,
-            compile_puts_loss_scale_around,
-            two_optimizers_in_an_own_step,
-            batches_one_by_one,
-            raw_tape,
-            embeddings,
-        ]
-    )
+CHECKS = [
+    missing_gradients,
+    overwritten_variables,
+    one_overflow_skips_all,
+    mixed_precision_by_policy,
+    compile_puts_loss_scale_around,
+    two_optimizers_in_an_own_step,
+    batches_one_by_one,
+    raw_tape,
+    embeddings,
+]

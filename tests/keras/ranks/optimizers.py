@@ -38,7 +38,7 @@ def gradients(step, rank):
 
 def means(step):
     parts = [gradients(step, rank) for rank in range(ring.size())]
-    return [np.mean(pair, axis=0, dtype="float32") for pair in zip(*parts)]
+    return [np.mean(pair, axis=0, dtype="float32") for pair in zip(*parts, strict=True)]
 
 
 def every_optimizer_applies_the_mean():
@@ -77,7 +77,7 @@ def every_optimizer_saves_as_itself():
         assert not hasattr(again, "ringplug")
 
 
-if __name__ == "__main__":
-    ring.init()
-    assert ring.size() == 2
-    task.run([every_optimizer_applies_the_mean, every_optimizer_saves_as_itself])
+CHECKS = [
+    every_optimizer_applies_the_mean,
+    every_optimizer_saves_as_itself,
+]

@@ -3,7 +3,6 @@
 import copy
 import os
 import pickle
-import sys
 import zipfile
 
 import keras
@@ -13,7 +12,7 @@ import ringplug
 import ringplug.keras as ring
 from tests.keras.ranks import task
 
-FOLDER = sys.argv[1]
+FOLDER = os.environ["TESTS_FOLDER"]
 
 
 def trained(make, options=None, epochs=1):
@@ -135,17 +134,12 @@ def swap_keeps_state():
     np.testing.assert_equal(len(before), len(optimizer.variables))
 
 
-if __name__ == "__main__":
-    ring.init()
-    assert ring.size() == 2
-    task.run(
-        [
-            files_know_nothing_of_ringplug,
-            loaded_model_is_distributed_again,
-            old_format,
-            loss_scale_survives,
-            pickled_and_copied,
-            own_optimizers_keep_their_name,
-            swap_keeps_state,
-        ]
-    )
+CHECKS = [
+    files_know_nothing_of_ringplug,
+    loaded_model_is_distributed_again,
+    old_format,
+    loss_scale_survives,
+    pickled_and_copied,
+    own_optimizers_keep_their_name,
+    swap_keeps_state,
+]
