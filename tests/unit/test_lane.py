@@ -156,7 +156,7 @@ def test_run_from_many_threads_is_one_at_a_time(threaded):
     assert max(most) == 1
 
 
-@pytest.mark.parametrize("error", [UsageError("bad"), ValueError("mine"), MismatchError("differ")])
+@pytest.mark.parametrize("error", [UsageError("bad"), MismatchError("differ")])
 def test_other_errors_leave_the_lane_usable(lane, error):
     with pytest.raises(type(error), match=str(error)):
         lane.run(raiser(error), "gradients")
@@ -164,6 +164,19 @@ def test_other_errors_leave_the_lane_usable(lane, error):
         lane.submit(raiser(error), "gradients").wait(10)
     assert lane.broken is None
     assert lane.run(lambda t: 1, "next") == 1
+
+
+def test_an_unexpected_error_breaks_the_lane(lane):
+    """It may have come in the middle of a collective: the others must hear that this rank left."""
+    left = []
+    lane.transport.control.leave = lambda: left.append(1)
+    error = ValueError("mine")
+    with pytest.raises(ValueError, match="mine") as caught:
+        lane.submit(raiser(error), "step").wait(10)
+    assert caught.value is error
+    assert left
+    with pytest.raises(TransportError, match=r"step failed on this rank: ValueError\('mine'\)"):
+        lane.run(lambda t: 1, "next")
 
 
 def test_a_mismatch_names_the_operation(lane):
