@@ -24,7 +24,7 @@ from torch import Tensor
 from ringplug.backend.buffers import Buffer
 from ringplug.backend.config import Config
 from ringplug.backend.control import Control, Pending
-from ringplug.backend.errors import MismatchError, RecoverableError
+from ringplug.backend.errors import MismatchError, NotInitializedError
 from ringplug.backend.handle import Handle
 from ringplug.backend.lane import Lane
 from ringplug.backend.stall import Wait
@@ -155,6 +155,8 @@ class Mailbox:
         active: list[_Letter] = []
         try:
             while True:
+                if self._lane.closed:
+                    raise NotInitializedError("the process group was destroyed")
                 with self._lock:
                     fresh = list(self._new)
                     self._new.clear()
@@ -176,7 +178,8 @@ class Mailbox:
                             self._working = False
                         return
                     self._pause(active)
-        except RecoverableError as error:
+        except BaseException as error:
+            # Whatever it is, nobody may be left waiting for a letter.
             for letter in active:
                 if not letter.handle.done():
                     letter.handle.fail(error)

@@ -31,7 +31,7 @@ def barrier(group: RingProcessGroup, name: str = "") -> None:
 
 def broadcast_object(group: RingProcessGroup, obj: Any, root: int) -> Any:
     """`obj` of `root`, a copy on the other ranks (pickled; what they pass is not looked at)."""
-    received: list[Any] = [obj]
+    received: list[bytes] = []
 
     def build() -> Task:
         payload = b""
@@ -52,12 +52,13 @@ def broadcast_object(group: RingProcessGroup, obj: Any, root: int) -> Any:
             )
             transport.broadcast(content, root)
             if not mine:
-                received[0] = pickle.loads(content.tobytes())
+                received.append(content.tobytes())
 
         return Task(f"of an object from rank {root}", job)
 
     group.start("broadcast", build)
-    return received[0]
+    # Outside the collective: an object that cannot be made here is this rank's own problem.
+    return pickle.loads(received[0]) if received else obj
 
 
 def count_votes(group: RingProcessGroup, vote: bool, name: str) -> int:

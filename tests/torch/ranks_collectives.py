@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import ringplug.torch  # noqa: F401
-from ringplug.backend.errors import MismatchError, UnavailableError, UsageError
+from ringplug.backend.errors import MismatchError, RingplugError, UnavailableError, UsageError
 from tests.checks import check, run_checks
 
 warnings.filterwarnings("ignore")
@@ -454,6 +454,17 @@ def subgroups(rank, size):
     assert tensor.item() == size
     if rank < 2:
         dist.destroy_process_group(pair)
+    dist.barrier()
+
+
+@check
+def messages_that_never_come(rank, size):
+    group = dist.new_group()
+    work = dist.irecv(torch.empty(1), (rank + 1) % size, group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    with pytest.raises(RingplugError, match=r"destroyed|shut down|left"):
+        work.wait()
     dist.barrier()
 
 
