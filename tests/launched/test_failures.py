@@ -134,11 +134,14 @@ time.sleep(60)
         assert all("gradients" in line or "late" in line for line in shown)
         if transport == "shared_memory":
             assert all("absent [2]" in line for line in shown), out
+        # Killed by the harness, the job could not clear up after itself.
+        os.kill(job.process.pid, signal.SIGTERM)
+        job.process.wait(30)
 
 
 def abandoned():
     """Files in shared memory that no live process maps; other jobs on this machine map theirs."""
-    names = {path for path in Path("/dev/shm").iterdir() if path.is_file()}
+    names = {path for path in Path("/dev/shm").rglob("*") if path.is_file()}
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             text = maps.read_text()
