@@ -112,8 +112,19 @@ class Job:
         return _processes(f"{_TOKEN}={self._token}".encode())
 
     def kill(self) -> list[int]:
-        """End every process of the job at once; the pids that were alive."""
+        """End every process of the job at once; the pids that were alive.
+
+        The launcher goes first: ringrun's janitor then clears up, and is only killed when it
+        takes too long.
+        """
         killed: list[int] = []
+        if self.process.poll() is None:
+            killed.append(self.process.pid)
+            self.process.kill()
+            self.process.wait()
+            deadline = time.monotonic() + 10
+            while self.alive() and time.monotonic() < deadline:
+                time.sleep(0.02)
         while pids := self.alive():
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
