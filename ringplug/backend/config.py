@@ -270,7 +270,7 @@ _LAUNCHERS = (
     ),
     ("mpi", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")),
     ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")),
-    ("slurm", ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")),
+    ("slurm", ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")),
 )
 
 
@@ -293,7 +293,8 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched | None:
                     rank=int(env[rank]),
                     size=int(env[size]),
                     local_rank=int(env.get(local_rank, env[rank])),
-                    local_size=int(env.get(local_size, env[size])),
+                    # Slurm writes 4(x2) for two nodes with 4 each.
+                    local_size=int(env.get(local_size, env[size]).partition("(")[0].split(",")[0]),
                 )
             except ValueError as error:
                 raise ConfigError(f"{rank}, {size}: {error}") from None

@@ -98,6 +98,12 @@ class Lane:
         self.transport.control.leave()
         self.transport.close()
 
+    def join(self, timeout: float) -> bool:
+        """After `close`, wait for the operation that is under way; whether none is any more."""
+        if self._worker is not None:
+            self._worker.join(timeout)
+        return self._worker is None or not self._worker.is_alive()
+
     @property
     def broken(self) -> RecoverableError | None:
         """The failure that ended this lane, if any."""

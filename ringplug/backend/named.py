@@ -155,6 +155,12 @@ class NamedLane:
         self._control.leave()
         self._lane.close()
 
+    def join(self, timeout: float) -> bool:
+        """After `close`, wait for the worker's last operation; whether it has ended."""
+        if self._worker is not None:
+            self._worker.join(timeout)
+        return self._worker is None or not self._worker.is_alive()
+
     # -- progress; only the thread that holds _turn is here
 
     def _ensure_worker(self) -> None:

@@ -27,6 +27,7 @@ from ringplug.backend.fusion import TensorSpec
 from ringplug.backend.lane import Lane
 from ringplug.backend.named import NamedLane
 from ringplug.backend.plan import Plan
+from ringplug.backend.stall import name_ranks
 from ringplug.backend.transport import open_transport
 from ringplug.backend.world import World
 
@@ -128,6 +129,15 @@ class Runtime:
             lane.close()
         self._control.leave()
 
+    def join(self, timeout: float) -> bool:
+        """After `close`, let operations under way end; whether none is any more.
+
+        Args:
+            timeout: Seconds to wait at most, for each lane.
+        """
+        ended = [self.named.join(timeout), *(lane.join(timeout) for lane in self._lanes)]
+        return all(ended)
+
     def abort(self, code: int = 1) -> None:
         """End the whole job at once."""
         self._control.abort(code)
@@ -144,6 +154,10 @@ class Runtime:
             raise UsageError(f"ranks {list(members)} name a rank twice")
         return self._control.subset(members, self.config.timeout)
 
+
+_log = log.get_logger(__name__)
+
+_LAST_JOIN = 3.0
 
 _current: Runtime | None = None
 _last: Runtime | None = None
@@ -268,10 +282,15 @@ def _at_exit() -> None:
         return
     from ringplug.backend.control import mpi
 
-    def others_left() -> None:
-        # Finalising waits for every rank, busily; asleep until they come costs nothing.
-        others = set(range(runtime.world.size)) - {runtime.world.rank}
-        while not others <= runtime.departed():
-            time.sleep(0.005)
-
-    mpi.finalize(others_left)
+    # Finalising waits for every rank, busily; asleep until they come costs nothing.
+    others = set(range(runtime.world.size)) - {runtime.world.rank}
+    warn_at = time.monotonic() + runtime.config.stall_warning
+    while not others <= runtime.departed():
+        time.sleep(0.005)
+        if time.monotonic() > warn_at:
+            warn_at = float("inf")
+            _log.warning("finished; waiting for %s", name_ranks(others - runtime.departed()))
+    # Another thread that still waits hears of that within a second. One that does not end must
+    # not find MPI gone: the launcher then ends the job.
+    if runtime.join(_LAST_JOIN):
+        mpi.finalize()

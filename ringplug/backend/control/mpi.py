@@ -47,10 +47,9 @@ _ANSWER_GRACE = 5.0
 _initialized_here = False
 
 
-def finalize(wait: Callable[[], None]) -> None:
-    """End MPI if this module began it; `wait` is called first, to let the others come."""
+def finalize() -> None:
+    """End MPI if this module began it; waits, busily, for all ranks to do so."""
     if _initialized_here and MPI.Is_initialized() and not MPI.Is_finalized():
-        wait()
         MPI.Finalize()
 
 
