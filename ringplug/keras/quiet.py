@@ -1,10 +1,9 @@
 """Progress bars and Keras' messages from rank 0 only.
 
-Two switches, both Keras' own. `rank_zero_only` sends what Keras prints on other ranks to
-``absl.logging``; a user who wants to see it calls ``keras.config.enable_interactive_logging()``
-after `DistributedOptimizer`. That switch belongs to a thread, and on JAX and torch Keras may
-draw the progress bar on another one, so every callback of ringplug also asks for ``verbose=0``
-on those ranks (`no_progress_bar`).
+On other ranks, what Keras prints goes to ``absl.logging`` instead, by the switch that Keras has
+for it; a user who wants to see it calls ``keras.config.enable_interactive_logging()`` after
+`DistributedOptimizer`. That switch belongs to a thread, and on JAX and torch Keras may draw the
+progress bar on another one, so the bar itself is told as well, when `fit` sets it up.
 """
 
 from __future__ import annotations
@@ -15,17 +14,25 @@ import keras
 
 from ringplug.backend import runtime
 
-__all__ = ["no_progress_bar", "rank_zero_only"]
+__all__ = ["rank_zero_only"]
+
+_MARK = "_ringplug_quiet"
 
 
 def rank_zero_only() -> None:
     """Let Keras print on rank 0 only."""
-    if runtime.current().world.rank > 0:
-        keras.config.disable_interactive_logging()
+    if runtime.current().world.rank == 0:
+        return
+    keras.config.disable_interactive_logging()
+    bar = keras.callbacks.ProgbarLogger
+    if hasattr(bar, _MARK):
+        return
+    original = bar.set_params
 
+    def set_params(self: Any, params: Any) -> None:
+        original(self, params)
+        if not keras.config.is_interactive_logging_enabled():
+            self.verbose = 0
 
-def no_progress_bar(params: dict[str, Any]) -> None:
-    """Turn off, on ranks above 0, the progress bar that gets the same `params` after this."""
-    world = runtime.current().world
-    if world.rank > 0 and not keras.config.is_interactive_logging_enabled():
-        params["verbose"] = 0
+    bar.set_params = set_params
+    setattr(bar, _MARK, True)

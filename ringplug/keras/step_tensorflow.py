@@ -72,7 +72,9 @@ def run(exchange: DenseExchange, tensors: Sequence[Any], variables: Sequence[Any
         ]
         return ffi_tensorflow.call(target, tensors, shapes, alias=True)
 
-    def callback(*sources: Array) -> list[Array]:
+    def callback(*given: Any) -> list[Array]:
+        # Tensors without dimensions come as numpy scalars.
+        sources = [np.asarray(array) for array in given]
         targets = [aligned_empty(source.shape, source.dtype) for source in sources]
         exchange(sources, targets)
         return targets

@@ -8,7 +8,7 @@ import keras
 
 from ringplug.backend import ops, runtime
 from ringplug.backend.errors import MismatchError, NotReducedError
-from ringplug.keras import quiet, step
+from ringplug.keras import step
 from ringplug.keras.guard import check_compilation
 from ringplug.keras.optimizer import Distributed, reseat
 from ringplug.keras.progress import check_reduced, forget_progress, raise_latched
@@ -23,14 +23,9 @@ class RingCallback(keras.callbacks.Callback):
 
     Whichever of them are used, together they make sure that the model's optimizer is
     distributed, that every rank has the same number of batches, that gradients were combined
-    in every epoch, and that an error of a compiled step is raised; and they keep progress bars
-    to rank 0. Subclasses override `on_train_begin` and so on and call ``super()`` first.
+    in every epoch, and that an error of a compiled step is raised. Subclasses override
+    `on_train_begin` and so on and call ``super()`` first.
     """
-
-    def set_params(self, params: dict[str, Any]) -> None:
-        super().set_params(params)
-        if params is not None and self.distributed:
-            quiet.no_progress_bar(params)
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)

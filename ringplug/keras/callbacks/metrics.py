@@ -103,6 +103,12 @@ class MetricAverageCallback(RingCallback):
             for key, value in logs.items()
             if key.startswith(_VALIDATION)
         }
+        if self._test is not None:
+            # On torch, Keras' result of a counting metric is a view of its variable, which the
+            # validation has overwritten since.
+            for key, value in ours.items():
+                if key in train.results and _same(value, self._test.results.get(key)):
+                    ours[key] = train.results[key]
         parts = [("", train, ours), (_VALIDATION, self._test, validated)]
         logs.update(_combine(self.model, parts))
 

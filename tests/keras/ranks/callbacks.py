@@ -258,6 +258,7 @@ def classifier():
             keras.metrics.Precision(name="precision"),
             keras.metrics.Recall(name="recall"),
             keras.metrics.R2Score(name="r2"),
+            keras.metrics.TruePositives(name="hits"),
         ],
     )
     return model
@@ -281,7 +282,7 @@ def metrics_are_those_of_all_data():
     alone = classifier()
     train = alone.evaluate(x, y, batch_size=16, verbose=0, return_dict=True)
     valid = alone.evaluate(vx, vy, batch_size=16, verbose=0, return_dict=True)
-    for key in ("loss", "accuracy", "auc", "precision", "recall", "r2"):
+    for key in ("loss", "accuracy", "auc", "precision", "recall", "r2", "hits"):
         for epoch in seen.epochs:
             np.testing.assert_allclose(epoch[key], train[key], rtol=2e-6, err_msg=key)
             np.testing.assert_allclose(epoch["val_" + key], valid[key], rtol=2e-6, err_msg=key)
@@ -501,6 +502,7 @@ def quiet_but_on_rank_zero():
         # many batches, without a callback that makes Keras run the progress bar synchronously
         fit(sgd(), [ring.callbacks.MetricAverageCallback()], epochs=2, verbose="auto")
         fit(sgd(), ring.callbacks.default(), epochs=2, verbose=2)
+        fit(sgd(), None, epochs=2, verbose=1)
     if ring.rank() == 0:
         assert "Epoch 2/2" in said.getvalue(), said.getvalue()
         assert "loss:" in said.getvalue()

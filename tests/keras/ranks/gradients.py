@@ -294,7 +294,50 @@ def embeddings():
     assert task.difference(together, alone) <= 1e-5
 
 
+class Scale(keras.layers.Layer):
+    """One number, whose gradient has no dimensions."""
+
+    def build(self, shape):
+        self.factor = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        return x * self.factor
+
+
+def numbers_as_variables():
+    def model():
+        made = task.make_model()
+        made.add(Scale())
+        return made
+
+    modes = [{}, {"jit_compile": True}] if BACKEND == "tensorflow" else [{}]
+    for how in modes:
+        together, alone, _ = task.distributed_and_alone(
+            lambda: keras.optimizers.SGD(0.1), model=model, **how
+        )
+        assert together[-1] != 1.0
+        assert task.difference(together, alone) <= 1e-5
+        task.assert_ranks_equal(together)
+
+
+def float8_layers():
+    if BACKEND == "torch":
+        return  # Keras quantizes to float8 on the other two only.
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Input((8,)), keras.layers.Dense(3)])
+    model.quantize("float8")
+    overwritten = [v for v in model.trainable_variables if v.overwrite_with_gradient]
+    assert overwritten
+    x, y = task.data()
+    optimizer = ring.DistributedOptimizer(keras.optimizers.Adam(0.01), scale_lr=None)
+    task.fit(model, optimizer, task.mine(x) * (1 + ring.rank()), task.mine(y), task.BATCH)
+    values = [keras.ops.convert_to_numpy(v) for v in model.trainable_variables]
+    task.assert_ranks_equal([value.astype("float32") for value in values])
+
+
 CHECKS = [
+    numbers_as_variables,
+    float8_layers,
     missing_gradients,
     overwritten_variables,
     one_overflow_skips_all,
