@@ -98,6 +98,10 @@ class Lane:
         self.transport.control.leave()
         self.transport.close()
 
+    def abandon(self, reason: str) -> None:
+        """End the lane on every rank: this one can no longer take part as it should."""
+        self._break(TransportError(reason))
+
     def join(self, timeout: float) -> bool:
         """After `close`, wait for the operation that is under way; whether none is any more."""
         if self._worker is not None:

@@ -15,7 +15,7 @@ from ringplug.backend.buffers import Array, Buffer, ReduceOp, check_reducible
 from ringplug.backend.compression import Compressor
 from ringplug.backend.config import Config
 from ringplug.backend.errors import UsageError
-from ringplug.backend.fusion import Bucket, TensorSpec, digest, make_buckets
+from ringplug.backend.fusion import TensorSpec, digest, make_buckets
 from ringplug.backend.handle import Handle
 from ringplug.backend.lane import Lane
 from ringplug.backend.transport import Transport
@@ -59,6 +59,7 @@ class Plan:
         )
         self._description = self._describe()
         self._signature = digest(self._description)
+        self._layout: dict[tuple[int, int, int], list[tuple[int, slice, slice]]] = {}
         self._members = [{slot.index for slot in bucket.slots} for bucket in self.buckets]
         self._begin()
 
@@ -87,8 +88,8 @@ class Plan:
 
         def job(transport: Transport) -> None:
             transport.agree(self._signature, self._description)
-            for bucket in self.buckets:
-                self._reduce(transport, bucket, flat_sources, flat_targets)
+            for number in range(len(self.buckets)):
+                self._reduce(transport, number, flat_sources, flat_targets)
 
         self.lane.run(job, self.name)
 
@@ -119,7 +120,8 @@ class Plan:
         """Wait until every tensor of this step is reduced.
 
         Raises:
-            UsageError: Some tensor never became ready; names them.
+            UsageError: Some tensor never became ready; names them. The lane ends with it, on
+                all ranks.
             MismatchError, RecoverableError: As `run` raises them.
         """
         absent = [s.name for s, a in zip(self.specs, self._arrays, strict=True) if a is None]
@@ -129,7 +131,10 @@ class Plan:
             handle.wait()
         if absent:
             shown = ", ".join(absent[:10]) + (" and more" if len(absent) > 10 else "")
-            raise UsageError(f"{self.name}: {len(absent)} tensors never became ready: {shown}")
+            error = f"{self.name}: {len(absent)} tensors never became ready: {shown}"
+            # Other ranks may have sent what this one did not: they must not go on waiting.
+            self.lane.abandon(error)
+            raise UsageError(error)
 
     def pending(self) -> list[int]:
         """Indices of the tensors that are not ready yet in this step."""
@@ -142,7 +147,6 @@ class Plan:
         self._launched = 0
 
     def _launch(self, number: int) -> None:
-        bucket = self.buckets[number]
         arrays = self._arrays
         earlier = self._handles[-1:]
 
@@ -153,7 +157,7 @@ class Plan:
                 handle.wait()
             if number == 0:
                 transport.agree(self._signature, self._description)
-            self._reduce(transport, bucket, arrays, arrays)
+            self._reduce(transport, number, arrays, arrays)
 
         self._handles.append(self.lane.submit(job, f"{self.name} bucket {number}"))
 
@@ -162,20 +166,20 @@ class Plan:
     def _reduce(
         self,
         transport: Transport,
-        bucket: Bucket,
+        number: int,
         sources: Sequence[Buffer | None],
         targets: Sequence[Buffer | None],
     ) -> None:
-        codec = self._compressor
+        codec, bucket = self._compressor, self.buckets[number]
 
         def fill(memory: Buffer, place: slice) -> None:
-            for index, elements, where in bucket.parts(place):
+            for index, elements, where in self._parts(number, place):
                 source = sources[index]
                 assert source is not None
                 codec.encode(source[elements], memory[where])
 
         def drain(memory: Buffer, place: slice) -> None:
-            for index, elements, where in bucket.parts(place):
+            for index, elements, where in self._parts(number, place):
                 target = targets[index]
                 assert target is not None
                 codec.decode(memory[where], target[elements], factor)
@@ -186,6 +190,13 @@ class Plan:
             # On a narrow wire a sum travels as the mean, which fits wherever the values do.
             wire_factor, factor = 1 / self._size, float(self._size)
         transport.allreduce_stream(bucket.count, wire, self._op, wire_factor, fill, drain)
+
+    def _parts(self, number: int, place: slice) -> list[tuple[int, slice, slice]]:
+        """What lies in a place of a bucket; the places are the same in every step."""
+        key = (number, place.start, place.stop)
+        if key not in self._layout:
+            self._layout[key] = list(self.buckets[number].parts(place))
+        return self._layout[key]
 
     def _flat(self, index: int, array: Array) -> Buffer:
         spec = self.specs[index]

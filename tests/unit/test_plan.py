@@ -7,7 +7,7 @@ import pytest
 
 from ringplug.backend.buffers import BFLOAT16, ReduceOp
 from ringplug.backend.control.alone import AloneControl
-from ringplug.backend.errors import ConfigError, MismatchError, StalledError, UsageError
+from ringplug.backend.errors import MismatchError, PeerLostError, TransportError, UsageError
 from ringplug.backend.fusion import TensorSpec
 from ringplug.backend.runtime import Runtime
 from tests.ranks import Together, config, run_runtimes
@@ -262,12 +262,25 @@ def test_missing_and_twice():
             match="grads: 2 tensors never became ready: layer3.weight, layer5.weight",
         ):
             plan.finish()
-        # The next step begins afresh.
+        with pytest.raises(TransportError, match="never became ready"):
+            plan.run(arrays, arrays)
+
+    run_runtimes(rank, 2, **SMALL)
+
+
+def test_missing_on_one_rank_reaches_the_other():
+    def rank(rt):
+        plan = rt.plan(SPECS, name="grads", op=ReduceOp.SUM)
         arrays = tensors(rt.world.rank)
         for i in range(7):
-            plan.ready(i, arrays[i])
-        plan.finish()
-        check(arrays, summed(2))
+            if rt.world.rank == 0 or i != 5:
+                plan.ready(i, arrays[i])
+        if rt.world.rank == 1:
+            with pytest.raises(UsageError, match="1 tensors never became ready: layer5.weight"):
+                plan.finish()
+        else:
+            with pytest.raises(PeerLostError, match="rank 1"):
+                plan.finish()
 
     run_runtimes(rank, 2, **SMALL)
 
