@@ -7,7 +7,14 @@ import pytest
 
 from ringplug.backend.buffers import BFLOAT16, ReduceOp
 from ringplug.backend.control.alone import AloneControl
-from ringplug.backend.errors import MismatchError, PeerLostError, TransportError, UsageError
+from ringplug.backend.errors import (
+    ConfigError,
+    MismatchError,
+    PeerLostError,
+    StalledError,
+    TransportError,
+    UsageError,
+)
 from ringplug.backend.fusion import TensorSpec
 from ringplug.backend.runtime import Runtime
 from tests.ranks import Together, config, run_runtimes
