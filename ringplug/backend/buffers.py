@@ -72,6 +72,10 @@ def is_floating(dtype: np.dtype[Any]) -> bool:
 
 def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
     """Raise UsageError where `op` has no meaning for `dtype`."""
+    if dtype.kind == "b" and op is ReduceOp.AVERAGE:
+        raise UsageError(
+            "AVERAGE of bool values has no bool result: use SUM (any), MIN (all), or convert"
+        )
     if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise UsageError(f"{op.name} of {dtype} values: complex numbers have no order")
     if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) and is_floating(dtype):
@@ -80,9 +84,17 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
         raise UsageError(f"{op.name} of {dtype} values is not possible")
 
 
-def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type in which values of `dtype` are added: float32 for all narrower floats."""
-    return _FLOAT32 if is_floating(dtype) and dtype.itemsize < 4 else dtype
+def accumulator(dtype: np.dtype[Any], factor: float = 1.0) -> np.dtype[Any]:
+    """The type in which values of `dtype` are added before they are scaled by `factor`.
+
+    float32 for all narrower floats; 64 bits for integers that are scaled, whose sum need not
+    fit although their average does.
+    """
+    if is_floating(dtype):
+        return _FLOAT32 if dtype.itemsize < 4 else dtype
+    if factor != 1.0 and dtype.kind in "iu":
+        return np.dtype(np.int64 if dtype.kind == "i" else np.uint64)
+    return dtype
 
 
 def as_bytes(buffer: Buffer) -> Buffer:
@@ -157,7 +169,7 @@ def fold(op: ReduceOp, parts: Sequence[Buffer], factor: float, out: Buffer) -> N
     count = out.size
     dtype = parts[0].dtype
     ufunc = _UFUNCS[op]
-    wide = accumulator(dtype)
+    wide = accumulator(dtype, factor)
     step = max(1, CHUNK_BYTES // max(dtype.itemsize, 1))
     plain = wide == dtype and out.dtype == dtype and (factor == 1.0 or is_floating(dtype))
     if plain:

@@ -145,7 +145,7 @@ class Config:
         _positive_bytes,
         "Size of a bucket of fused tensors.",
         "HOROVOD_FUSION_THRESHOLD",
-        zero=1,
+        zero=2**20,
     )
     first_bucket_bytes: int = _setting(
         2**20,
@@ -213,6 +213,7 @@ class Config:
                 source, raw = horovod, env[horovod]
                 if raw.strip() in ("0", "0.0") and field.metadata["zero"] is not None:
                     raw = field.metadata["zero"]
+                    _warn_once(f"{horovod}=0 has no equal here and is taken as {raw}")
             else:
                 continue
             try:
@@ -229,6 +230,12 @@ def variable(field: str) -> str:
 
 
 _warned: set[str] = set()
+
+
+def _warn_once(text: str) -> None:
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(text, stacklevel=4)
 
 
 def _warn_unknown(env: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ class TensorSpec:
     """One tensor of a plan.
 
     Attributes:
-        name: For errors and the timeline.
+        name: For errors.
         shape: Its shape.
         dtype: Its numpy dtype; bfloat16 is ml_dtypes'.
     """

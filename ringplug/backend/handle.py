@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -84,5 +85,7 @@ class Handle:
             callbacks, self._callbacks = self._callbacks, None
             if self._done is not None:
                 self._done.set()
-        for callback in callbacks or ():
-            callback()
+        with contextlib.ExitStack() as stack:
+            # Every callback is called, also after one that raises.
+            for callback in reversed(callbacks or ()):
+                stack.callback(callback)

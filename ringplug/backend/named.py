@@ -15,13 +15,13 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 
 from ringplug.backend.buffers import Array, Buffer, ReduceOp, scale_into
 from ringplug.backend.config import Config
 from ringplug.backend.control import Control
+from ringplug.backend.coordinator import MOST_KNOWN, Answer, Coordinator
 from ringplug.backend.errors import (
     MismatchError,
     NotInitializedError,
@@ -33,7 +33,7 @@ from ringplug.backend.errors import (
 from ringplug.backend.handle import Handle
 from ringplug.backend.lane import Lane
 from ringplug.backend.log import get_logger
-from ringplug.backend.request import Request, disagreement, fusable
+from ringplug.backend.request import Request, fusable
 from ringplug.backend.stall import name_ranks
 from ringplug.backend.transport import Transport
 
@@ -45,11 +45,6 @@ _SPINS = 200
 _SETTLE = 0.5
 _GRACE = 5.0
 """Seconds that a rank gives rank 0 to say who is late before it says so itself."""
-
-
-_Answer: TypeAlias = tuple[str, str, str, list[int]]
-"""Name; kind and text of the error, or both empty; every rank's rows of an allgather, or the
-ranks that the error is about."""
 
 
 @dataclass(slots=True)
@@ -86,7 +81,8 @@ class NamedLane:
         self._closed = False
         self._next_check = 0.0
         self._left_at: dict[int, float] = {}
-        self._coordinator = _Coordinator(self._size) if self._rank == 0 else None
+        self._withdrawn: set[str] = set()
+        self._coordinator = Coordinator(self._size) if self._rank == 0 else None
 
     def submit(self, request: Request, array: Array, background: bool) -> Handle:
         """Announce one operation.
@@ -166,7 +162,6 @@ class NamedLane:
     def _ensure_worker(self) -> None:
         if self._worker is None:
             self._worker = threading.Thread(target=self._work, name="ringplug-named", daemon=True)
-            self._worker.stop = self.close  # type: ignore[attr-defined]
             self._worker.start()
 
     def _work(self) -> None:
@@ -190,9 +185,8 @@ class NamedLane:
             while (message := self._control.poll()) is not None:
                 moved = True
                 self._hear(*message)
-            if self._coordinator is not None and self._coordinator.answers:
-                self._decide()
-                moved = True
+            if self._coordinator is not None:
+                moved = self._tell(self._coordinator) or moved
             if not moved and time.monotonic() >= self._next_check:
                 self._check_time()
         except Exception as error:
@@ -217,7 +211,7 @@ class NamedLane:
                 entries.append(number)
                 continue
             entries.append(request.encode())
-            if not request.name.startswith("unnamed."):
+            if not request.name.startswith("unnamed.") and len(self._announced) < MOST_KNOWN:
                 self._announced[request] = len(self._announced)
         self._control.post(0, json.dumps(entries).encode())
         return True
@@ -225,26 +219,45 @@ class NamedLane:
     def _hear(self, source: int, payload: bytes) -> None:
         if self._coordinator is not None:
             for entry in json.loads(payload):
-                self._coordinator.enter(source, self._coordinator.request(source, entry))
+                if isinstance(entry, dict):
+                    self._coordinator.withdraw(source, entry["withdraw"])
+                else:
+                    request = self._coordinator.request(source, entry)
+                    self._coordinator.enter(source, request)
         else:
             self._carry_out(json.loads(payload))
 
-    def _decide(self) -> None:
-        assert self._coordinator is not None
-        answers, self._coordinator.answers = self._coordinator.answers, []
-        payload = json.dumps(answers).encode()
-        for rank in range(1, self._size):
-            self._control.post(rank, payload)
-        self._carry_out(answers)
+    def _tell(self, coordinator: Coordinator) -> bool:
+        """Tell what is decided, and do it here too; whether anything was."""
+        answers, coordinator.answers = coordinator.answers, []
+        addressed, coordinator.addressed = coordinator.addressed, []
+        if answers:
+            payload = json.dumps(answers).encode()
+            for rank in range(1, self._size):
+                self._control.post(rank, payload)
+            self._carry_out(answers)
+        for rank, answer in addressed:
+            if rank == 0:
+                self._carry_out([answer])
+            else:
+                self._control.post(rank, json.dumps([answer]).encode())
+        return bool(answers or addressed)
 
-    def _carry_out(self, answers: Sequence[_Answer]) -> None:
+    def _carry_out(self, answers: Sequence[Answer]) -> None:
         batch: list[tuple[_Pending, list[int]]] = []
         nbytes = 0
         for name, kind, text, numbers in answers:
+            if name in self._withdrawn:
+                # About the request that was withdrawn, not about a later one of that name.
+                if kind == "withdrawn":
+                    self._withdrawn.discard(name)
+                elif not kind:
+                    # The others are about to start what this rank has given up.
+                    self._lane.abandon(f"{name}: this rank gave up waiting before all came")
+                continue
             with self._lock:
                 item = self._pending.pop(name, None)
             if item is None:
-                # A rank that had not asked for a name yet is told of its failure too.
                 continue
             if kind:
                 item.handle.fail(_error(kind, f"{name}: {text}", numbers))
@@ -297,16 +310,21 @@ class NamedLane:
                 elif now - started > self._config.stall_warning:
                     self._coordinator.warn(name, absent, now - started)
             return
-        with self._lock:
-            oldest = min((item.since for item in self._pending.values()), default=now)
         if 0 in departed:
             raise PeerLostError("rank 0, which orders the operations, left the job", [0])
-        if now - oldest > self._config.timeout + _GRACE:
-            raise StalledError(
-                f"rank 0 did not come within {self._config.timeout:g} s",
-                absent=[0],
-                seconds=now - oldest,
-            )
+        with self._lock:
+            limit = now - self._config.timeout - _GRACE
+            late = [item for item in self._pending.values() if item.since < limit]
+            for item in late:
+                del self._pending[item.request.name]
+        for item in late:
+            # Rank 0 says who is late as soon as it waits for the same; here, it does not.
+            name = item.request.name
+            self._withdrawn.add(name)
+            self._control.post(0, json.dumps([{"withdraw": name}]).encode())
+            text = f"{name}: rank 0 did not submit it within {self._config.timeout:g} s"
+            seconds = now - item.since
+            item.handle.fail(StalledError(text, name, absent=[0], seconds=seconds))
 
     def _gone(self, now: float) -> set[int]:
         """Ranks that left long enough ago for what they sent before to have arrived."""
@@ -320,51 +338,6 @@ class NamedLane:
             self._fresh = []
         for item in pending:
             item.handle.fail(error)
-
-
-class _Coordinator:
-    """Rank 0's table of who asked for what."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._table: dict[str, dict[int, Request]] = {}
-        self._known: list[list[Request]] = [[] for _ in range(size)]
-        self._warned: set[str] = set()
-        self.answers: list[_Answer] = []
-
-    def request(self, source: int, entry: str | int) -> Request:
-        """What a rank announced: in full, or by its number among that rank's named requests."""
-        known = self._known[source]
-        if isinstance(entry, int):
-            return known[entry]
-        request = Request.decode(entry)
-        if not request.name.startswith("unnamed."):
-            known.append(request)
-        return request
-
-    def enter(self, rank: int, request: Request) -> None:
-        requests = self._table.setdefault(request.name, {})
-        requests[rank] = request
-        if len(requests) == self._size:
-            del self._table[request.name]
-            self._warned.discard(request.name)
-            problem = disagreement(requests)
-            sizes = []
-            if request.kind == "allgather" and not problem:
-                sizes = [requests[r].shape[0] for r in range(self._size)]
-            self.answers.append((request.name, problem and "mismatch", problem, sizes))
-
-    def absent(self, name: str) -> list[int]:
-        return [r for r in range(self._size) if r not in self._table.get(name, {})]
-
-    def give_up(self, name: str, kind: str, text: str, ranks: Sequence[int]) -> None:
-        self._table.pop(name, None)
-        self.answers.append((name, kind, text, list(ranks)))
-
-    def warn(self, name: str, absent: Sequence[int], seconds: float) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            _log.warning("%s: waiting since %.0f s for %s", name, seconds, name_ranks(absent))
 
 
 def _error(kind: str, text: str, ranks: Sequence[int]) -> RingplugError:

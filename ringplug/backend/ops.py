@@ -7,7 +7,6 @@ and the process can go on.
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from typing import Any
 
@@ -196,17 +195,8 @@ def synchronize(handle: Pending) -> Any:
     return handle.wait()
 
 
-_unnamed = itertools.count()
-
-
-def reset_names() -> None:
-    """Count unnamed operations from the start, as every rank does after `init`."""
-    global _unnamed  # noqa: PLW0603 - the counter belongs to the current runtime
-    _unnamed = itertools.count()
-
-
 def _name(kind: str, name: str | None) -> str:
-    return f"unnamed.{kind}.{next(_unnamed)}" if name is None else name
+    return f"unnamed.{kind}.{next(runtime.current().unnamed)}" if name is None else name
 
 
 def _allreduce(

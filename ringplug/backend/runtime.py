@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import itertools
+import json
 import multiprocessing
 import sys
 import threading
@@ -46,11 +48,14 @@ class Runtime:
         self.config = config
         self.world: World = control.world
         self._control = control
-        self._lock = threading.RLock()
+        # Setting up is collective and may wait for others; closing must not wait for that.
+        self._setup = threading.RLock()
+        self._lock = threading.Lock()
+        self.unnamed = itertools.count()
         self._lanes: list[Lane] = []
         self._plans: Lane | None = None
-        self._named: NamedLane | None = None
         self._closed = False
+        self._check_settings()
         # Made here, where all ranks are: a rank may later use it alone for a while.
         self.named = NamedLane(self._subset(None), self.lane("named operations"), config)
 
@@ -72,24 +77,30 @@ class Runtime:
             MismatchError: The ranks are creating different lanes.
             UsageError: This rank is not among `ranks`.
         """
-        with self._lock:
+        config = self.config
+        if timeout is not None:
+            config = dataclasses.replace(config, timeout=timeout)
+        with self._setup:
             if self._closed:
                 raise NotInitializedError(f"lane {name}: ringplug was shut down")
             control = self._subset(ranks)
-            shown = control.exchange(
-                f"{name} over {self.config.transport}".encode(), self.config.timeout
-            )
-            if len(set(shown)) > 1:
-                table = ", ".join(f"rank {r}: {text.decode()}" for r, text in enumerate(shown))
-                raise MismatchError(f"ranks are creating different lanes: {table}")
-            config = self.config
-            if timeout is not None:
-                config = dataclasses.replace(config, timeout=timeout)
-            transport = open_transport(config, control)
+            try:
+                shown = control.exchange(name.encode(), self.config.timeout)
+                if len(set(shown)) > 1:
+                    members = control.world.origin
+                    table = "; ".join(
+                        f"rank {members[at]}: {text.decode()}" for at, text in enumerate(shown)
+                    )
+                    raise MismatchError(f"ranks are setting up different things: {table}")
+                transport = open_transport(config, control)
+            except BaseException:
+                control.leave()
+                raise
             lane = Lane(transport, name, threaded=control.thread_multiple())
+        with self._lock:
             # Closed lanes are let go, with the memory that they map.
             self._lanes = [*(other for other in self._lanes if not other.closed), lane]
-            return lane
+        return lane
 
     def plan(
         self,
@@ -106,7 +117,7 @@ class Runtime:
         is collective.
         """
         if lane is None:
-            with self._lock:
+            with self._setup:
                 if self._plans is None:
                     self._plans = self.lane("plans")
                 lane = self._plans
@@ -115,7 +126,7 @@ class Runtime:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """All-gather of bytes over the control plane: for set-up, from one thread at a time."""
-        with self._lock:
+        with self._setup:
             return self._control.exchange(payload, self.config.timeout)
 
     def close(self) -> None:
@@ -124,8 +135,9 @@ class Runtime:
             if self._closed:
                 return
             self._closed = True
+            lanes = list(self._lanes)
         self.named.close()
-        for lane in self._lanes:
+        for lane in lanes:
             lane.close()
         self._control.leave()
 
@@ -142,9 +154,34 @@ class Runtime:
         """End the whole job at once."""
         self._control.abort(code)
 
+    def finalize(self) -> None:
+        """End the communication library, where ringplug began it; the last thing to do."""
+        self._control.finalize()
+
     def departed(self) -> frozenset[int]:
         """Ranks that have left the group, as far as heard."""
         return self._control.departed()
+
+    def _check_settings(self) -> None:
+        """Raise, on every rank, where settings differ that must not.
+
+        Raises:
+            MismatchError: Names each such setting with every rank's value.
+        """
+        mine = {
+            field.name: getattr(self.config, field.name)
+            for field in dataclasses.fields(self.config)
+            if field.name not in _OWN_SETTINGS
+        }
+        shown = [json.loads(part) for part in self.exchange(json.dumps(mine).encode())]
+        different = [
+            f"{name} is {', '.join(str(other[name]) for other in shown)} on ranks "
+            f"0 to {len(shown) - 1}"
+            for name in mine
+            if len({other[name] for other in shown}) > 1
+        ]
+        if different:
+            raise MismatchError("all ranks need the same settings: " + "; ".join(different))
 
     def _subset(self, ranks: Sequence[int] | None) -> Control:
         members = range(self.world.size) if ranks is None else ranks
@@ -158,6 +195,8 @@ class Runtime:
 _log = log.get_logger(__name__)
 
 _LAST_JOIN = 3.0
+_OWN_SETTINGS = ("log_level", "host_id", "expected_size", "start_timeout", "stall_warning")
+"""Settings in which ranks may differ."""
 
 _current: Runtime | None = None
 _last: Runtime | None = None
@@ -189,20 +228,26 @@ def init(comm: Any = None, **settings: Any) -> Runtime:
         log.set_level(config.log_level)
     start = settings_module.launched()
     _refuse_child(comm is not None or (start is not None and start.size > 1))
-    from ringplug.backend import ops
-
-    ops.reset_names()
+    if _last is not None:
+        # A thread of the last one must not be in MPI any more when this one ends it.
+        _last.join(_LAST_JOIN)
     control = open_control(config, start, comm)
     world = control.world
     log.set_rank(world.rank if world.size > 1 else None)
-    runtime = Runtime(config, control)
     if world.size > 1:
         settings_module.claim_process()
         settings_module.export_ranks(world.rank, world.size, world.local_rank, world.local_size)
-        _install_hooks()
+    try:
+        runtime = Runtime(config, control)
+    except BaseException:
+        # The others must not wait for this rank, whatever its caller makes of the error.
+        control.leave()
+        raise
     if _last is None:
         atexit.register(_at_exit)
     _current = _last = runtime
+    if world.size > 1:
+        _install_hooks()
     return runtime
 
 
@@ -224,6 +269,11 @@ def current() -> Runtime:
 def is_initialized() -> bool:
     """Whether `current` has something to return."""
     return _current is not None
+
+
+def was_initialized() -> bool:
+    """Whether this process has ever been part of a world."""
+    return _last is not None
 
 
 def _refuse_child(launched: bool) -> None:
@@ -278,10 +328,8 @@ def _end_job(code: int) -> None:
 def _at_exit() -> None:
     shutdown()
     runtime = _last
-    if runtime is None or (runtime.world.size == 1 and "mpi4py.MPI" not in sys.modules):
+    if runtime is None:
         return
-    from ringplug.backend.control import mpi
-
     # Finalising waits for every rank, busily; asleep until they come costs nothing.
     others = set(range(runtime.world.size)) - {runtime.world.rank}
     warn_at = time.monotonic() + runtime.config.stall_warning
@@ -293,4 +341,4 @@ def _at_exit() -> None:
     # Another thread that still waits hears of that within a second. One that does not end must
     # not find MPI gone: the launcher then ends the job.
     if runtime.join(_LAST_JOIN):
-        mpi.finalize()
+        runtime.finalize()

@@ -28,6 +28,7 @@ LAYER = {
     "control": 2,
     "fusion": 2,
     "compression": 2,
+    "coordinator": 2,
     "request": 2,
     "transport.__init__": 2,
     "transport.direct": 2,
@@ -43,9 +44,7 @@ LAYER = {
 PLUGINS = ("keras", "lightning", "torch", "tensorflow", "elastic")
 
 # Upward imports inside functions, beside a room's own factory: each with its reason.
-LAZY_UPWARD = {
-    ("runtime", "ops"): "init() restarts the automatic names of operations",
-}
+LAZY_UPWARD = {}
 
 # Where a framework may be imported: paths below ringplug/, a folder means all in it.
 HOMES = {

@@ -92,9 +92,11 @@ def test_an_argument_wins_over_our_variable_and_that_over_horovods():
 
 def test_horovods_zero_means_what_it_means_there():
     env = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0", "HOROVOD_FUSION_THRESHOLD": "0"}
-    loaded = Config.load(env)
+    with pytest.warns(UserWarning, match="=0 has no equal here and is taken as") as warned:
+        loaded = Config.load(env)
+    assert {str(one.message).split("=")[0] for one in warned} == set(env)
     assert loaded.timeout == Config().timeout
-    assert loaded.fusion_bytes == 1
+    assert loaded.fusion_bytes == 2**20
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,14 @@ def test_close_ends_the_worker(threaded):
 def test_no_worker_before_it_is_needed(threaded):
     threaded.run(lambda t: None, "x")
     assert not [t for t in threading.enumerate() if t.name == "ringplug-test"]
+
+
+def test_what_is_asked_of_a_closed_lane_fails_at_once(lane):
+    assert lane.submit(lambda t: 1, "first").wait(10) == 1
+    lane.close()
+    assert lane.join(10)
+    for _ in range(2):
+        with pytest.raises(NotInitializedError, match="second: ringplug was shut down"):
+            lane.submit(lambda t: 2, "second").wait(10)
+        with pytest.raises(NotInitializedError, match="third: ringplug was shut down"):
+            lane.run(lambda t: 3, "third")

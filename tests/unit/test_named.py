@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ringplug.backend import named, ops, runtime
+from ringplug.backend import coordinator, named, ops, runtime
 from ringplug.backend.buffers import ReduceOp
 from ringplug.backend.errors import (
     MismatchError,
@@ -610,3 +610,67 @@ def test_ranks_of_a_hang_do_not_spin(ranks):
     before = time.process_time()
     ranks(rank, 4)
     assert time.process_time() - before < 0.7
+
+
+def test_a_late_rank_meets_the_failure_and_the_next_round_is_right(ranks):
+    asked_again = threading.Event()
+
+    def rank(r):
+        if r == 0:
+            with pytest.raises(StalledError, match="rank 1 did not submit it"):
+                ops.allreduce(np.ones(2, np.float32), SUM, name="x")
+            asked_again.set()
+        else:
+            assert asked_again.wait(20)
+            with pytest.raises(StalledError, match="rank 1 did not submit it"):
+                ops.allreduce(np.ones(2, np.float32), SUM, name="x")
+        assert ops.allreduce(np.full(2, 10.0 * (r + 1)), SUM, name="x").tolist() == [30, 30]
+
+    ranks(rank, 2, timeout=0.3)
+
+
+def test_a_rank_that_gives_up_takes_its_request_back(ranks, monkeypatch):
+    monkeypatch.setattr(named, "_GRACE", 0.1)
+    gave_up = threading.Event()
+
+    def rank(r):
+        if r == 1:
+            with pytest.raises(StalledError, match="rank 0 did not submit it"):
+                ops.allreduce(1.0, SUM, name="y")
+            gave_up.set()
+        else:
+            assert gave_up.wait(20)
+            with pytest.raises(StalledError, match="rank 1 gave up waiting for it"):
+                ops.allreduce(1.0, SUM, name="y")
+        assert ops.allreduce(float(r), SUM, name="y") == 3.0
+
+    ranks(rank, 3, timeout=0.4)
+
+
+def test_many_names_are_not_all_remembered(ranks, monkeypatch):
+    monkeypatch.setattr(named, "MOST_KNOWN", 3)
+    monkeypatch.setattr(coordinator, "MOST_KNOWN", 3)
+
+    def rank(r):
+        for turn in range(2):
+            for i in range(6):
+                assert ops.allreduce(float(i + turn), SUM, name=f"n{i}") == 2.0 * (i + turn)
+        lane = ranks.current().named
+        known = lane._coordinator._known[1] if r == 0 else lane._announced
+        assert len(known) == 3
+
+    ranks(rank, 2)
+
+
+@SIZES
+def test_averages_of_integers_do_not_overflow(ranks, size):
+    def rank(r):
+        for dtype in (np.uint8, np.int8, np.int16, np.uint16, np.int32):
+            most = np.iinfo(dtype).max
+            assert ops.allreduce(np.full(3, most, dtype)).tolist() == [most] * 3
+        large = np.full(100_000, 200, np.uint8)
+        assert (ops.allreduce(large) == 200).all()
+        with pytest.raises(UsageError, match="AVERAGE of bool"):
+            ops.allreduce(np.array([True]))
+
+    ranks(rank, size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -10,7 +11,13 @@ import pytest
 
 import ringplug
 from ringplug.backend import runtime
-from ringplug.backend.errors import ConfigError, NotInitializedError, UsageError
+from ringplug.backend.errors import (
+    ConfigError,
+    MismatchError,
+    NotInitializedError,
+    UsageError,
+)
+from tests.ranks import run_threads
 
 
 @pytest.fixture(autouse=True)
@@ -143,3 +150,14 @@ def test_public_names():
         assert name in dir(ringplug)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = ringplug.nothing
+
+
+def test_settings_must_agree():
+    def rank(control, settings):
+        mine = dataclasses.replace(
+            settings, fusion_bytes=1000 * (control.world.rank + 1), log_level=""
+        )
+        with pytest.raises(MismatchError, match=r"same settings: fusion_bytes is 1000, 2000 on"):
+            runtime.Runtime(mine, control)
+
+    run_threads(rank, 2)

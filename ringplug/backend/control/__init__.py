@@ -93,6 +93,10 @@ class Control(Protocol):
         """End the whole job at once; does not return where the plane can do that."""
         ...
 
+    def finalize(self) -> None:
+        """End the library below if this plane began it; waits for all ranks to do so."""
+        ...
+
     def thread_multiple(self) -> bool:
         """Whether several threads may each use a channel of their own at the same time."""
         ...

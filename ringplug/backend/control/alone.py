@@ -68,5 +68,8 @@ class AloneControl:
     def abort(self, code: int) -> None:
         sys.exit(code)
 
+    def finalize(self) -> None:
+        pass
+
     def thread_multiple(self) -> bool:
         return True

@@ -37,7 +37,7 @@ from ringplug.backend.world import World  # noqa: E402
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm, Request
 
-__all__ = ["MpiControl", "finalize"]
+__all__ = ["MpiControl"]
 
 _CHUNK = 2**30
 """Largest message: Open MPI refuses counts beyond 2**31 - 1."""
@@ -45,12 +45,6 @@ _POST, _BYE, _HEAD, _BODY, _JOIN, _DATA = 1, 2, 3, 4, 5, 16
 _ANSWER_GRACE = 5.0
 
 _initialized_here = False
-
-
-def finalize() -> None:
-    """End MPI if this module began it; waits, busily, for all ranks to do so."""
-    if _initialized_here and MPI.Is_initialized() and not MPI.Is_finalized():
-        MPI.Finalize()
 
 
 class _Requests:
@@ -278,6 +272,10 @@ class MpiControl:
 
     def abort(self, code: int) -> None:
         MPI.COMM_WORLD.Abort(code)
+
+    def finalize(self) -> None:
+        if _initialized_here and MPI.Is_initialized() and not MPI.Is_finalized():
+            MPI.Finalize()
 
     def thread_multiple(self) -> bool:
         return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)

@@ -140,6 +140,9 @@ class ThreadControl:
     def abort(self, code: int) -> None:
         self.leave()
 
+    def finalize(self) -> None:
+        pass
+
     def thread_multiple(self) -> bool:
         return True
 

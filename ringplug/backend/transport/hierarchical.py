@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ringplug.backend.buffers import Buffer, ReduceOp, is_floating, split_evenly
+from ringplug.backend.buffers import Buffer, ReduceOp, accumulator, is_floating, split_evenly
 from ringplug.backend.config import Config
 from ringplug.backend.control import Control
 from ringplug.backend.transport import Piece, Traffic
@@ -66,9 +66,12 @@ class HierarchicalTransport:
         self._everyone.barrier()
 
     def allreduce(self, buffer: Buffer, op: ReduceOp, factor: float = 1.0) -> None:
-        # Sums of floats are scaled inside the host, before a narrow type could overflow;
-        # integers at the end, where they are truncated once, and so is what a factor inside
-        # would change: a product, or a minimum when the factor is negative.
+        # Sums of floats are scaled inside the host, before a narrow type could overflow; at the
+        # end what a factor inside would change: a product, or a minimum when it is negative.
+        if accumulator(buffer.dtype, factor).kind in "iu" and factor != 1.0:
+            # Their sum may need more bits than they have: added where it is scaled.
+            self._everyone.allreduce(buffer, op, factor)
+            return
         sums = op in (ReduceOp.SUM, ReduceOp.AVERAGE)
         inner, outer = (factor, 1.0) if sums and is_floating(buffer.dtype) else (1.0, factor)
         if not self._sharded:

@@ -77,7 +77,7 @@ class RingTransport:
             everything = np.empty(self.size * buffer.size, buffer.dtype)
             self._gather_all(buffer, everything, [buffer.size] * self.size)
             fold(op, np.split(everything, self.size), factor, buffer)
-        elif accumulator(buffer.dtype) != buffer.dtype:
+        elif accumulator(buffer.dtype, factor) != buffer.dtype:
             shares = split_evenly(buffer.size, self.size)
             own = buffer[shares[self.rank]]
             counts = [share.stop - share.start for share in shares]

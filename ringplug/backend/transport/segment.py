@@ -122,8 +122,15 @@ def _attach(path: str, identity: list[int], nbytes: int) -> Buffer:
     return np.frombuffer(memory, np.uint8)
 
 
-_ordering = threading.Lock()
-_ordering.acquire()
+class _Ordering(threading.local):
+    """A lock of each thread's own, held."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.lock.acquire()
+
+
+_ordering = _Ordering()
 _ORDERED = platform.machine() in ("x86_64", "AMD64", "i686")
 
 
@@ -133,11 +140,11 @@ def fence() -> None:
     x86 keeps stores in order by itself; elsewhere releasing and taking a lock does it.
     """
     if not _ORDERED:
-        _ordering.release()
-        _ordering.acquire()
+        _ordering.lock.release()
+        _ordering.lock.acquire()
 
 
-_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}.get(
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}.get(
     platform.machine() if sys.platform == "linux" else ""
 )
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1

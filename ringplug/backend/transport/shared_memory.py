@@ -215,8 +215,9 @@ class SharedMemoryTransport:
         self.traffic.sent += (self.size - 1) * source.nbytes
         starts = [sum(counts[:rank]) for rank in range(self.size)]
         for span in self._cut(max(counts), source.itemsize):
-            views = self._fill(source[span])
-            views = self._views(span.stop - span.start, source.dtype, advance=False)
+            views = self._views(span.stop - span.start, source.dtype)
+            mine = source[span]
+            views[self.rank][: mine.size] = mine
             self.barrier()
             for rank in range(self.size):
                 stop = min(span.stop, counts[rank])
@@ -279,6 +280,8 @@ class SharedMemoryTransport:
 
     def _locate(self, buffer: Buffer) -> list[Buffer] | None:
         """Every rank's buffer, when all of them lie in allocated memory; after a barrier."""
+        if not self._areas:
+            return None
         address = buffer.ctypes.data
         location = 0
         for index, (base, size, _) in enumerate(self._areas):
@@ -302,9 +305,9 @@ class SharedMemoryTransport:
         for lo in range(0, count, step):
             yield slice(lo, min(lo + step, count))
 
-    def _views(self, count: int, dtype: np.dtype[Any], advance: bool = True) -> list[Buffer]:
+    def _views(self, count: int, dtype: np.dtype[Any]) -> list[Buffer]:
         """Every rank's staging piece of the next turn, `count` elements of `dtype`."""
-        self._turn += advance
+        self._turn += 1
         turn = self._turn % _PIECES
         nbytes = count * dtype.itemsize
         return [pieces[turn][:nbytes].view(dtype) for pieces in self._pieces]
