@@ -53,10 +53,23 @@ def main() -> None:
         _execute(command, directory, rank)
     try:
         _run(command)
+        _warn_unused(launched)
     except SystemExit as error:
         _end(error, directory, rank)
     except BaseException as error:  # noqa: BLE001 - whatever it was, the job ends and shows it
         _end(error, directory, rank)
+
+
+def _warn_unused(launched: config.Launched | None) -> None:
+    """Say so when several processes ended without ever having met."""
+    if launched is None or launched.size == 1 or launched.rank != 0:
+        return
+    runtime = sys.modules.get("ringplug.backend.runtime")
+    if (runtime is None or not runtime.was_initialized()) and "mpi4py.MPI" not in sys.modules:
+        sys.stderr.write(
+            f"ringrun: the script ended without ringplug.init(), a RingStrategy or MPI: its "
+            f"{launched.size} processes did the same work, each alone\n"
+        )
 
 
 def _job_directory() -> Path | None:
@@ -123,7 +136,8 @@ def _execute_code(source: bytes, name: str, file: str | None) -> None:
     if file is not None:
         module.__file__ = file
     sys.modules["__main__"] = module
-    exec(compile(source, name, "exec"), module.__dict__)
+    # Not with this file's own ``from __future__`` imports.
+    exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
 
 
 def _end(error: BaseException, directory: Path | None, rank: int) -> None:

@@ -403,3 +403,22 @@ def test_check_says_what_works_and_why_the_rest_does_not():
     for what in ("Python", "mpi4py", "MPI library", "mpirun", "2 processes", "PyTorch", "Keras"):
         assert rows[what] == "works", done.stdout
     assert set(rows) >= {"JAX", "TensorFlow", "lightning", "CuPy, NCCL", "shared memory"}
+
+
+def test_scripts_are_compiled_as_python_does():
+    code = """
+class A:
+    x: int
+
+
+assert A.__annotations__ == {"x": int}, A.__annotations__
+"""
+    run_ranks(code, 1)
+    assert ringrun("--allow-run-as-root", "-np", "1", "python", "-c", code).returncode == 0
+
+
+def test_processes_that_never_met_are_told():
+    told = "its 2 processes did the same work, each alone"
+    assert told in run_ranks("print(1)", 2).stderr
+    assert told not in run_ranks("import ringplug; ringplug.init()", 2).stderr
+    assert "each alone" not in run_ranks("print(1)", 1).stderr
