@@ -7,7 +7,6 @@ traffic of steps uses one lane of its own, so that it cannot meet a callback's.
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 from ringplug.backend import runtime
 from ringplug.backend.buffers import Array, ReduceOp, scale_into
 from ringplug.backend.errors import MismatchError
-from ringplug.backend.fusion import TensorSpec
+from ringplug.backend.fusion import TensorSpec, digest
 from ringplug.backend.lane import Lane
 from ringplug.backend.plan import Plan
 from ringplug.backend.transport import Transport
@@ -93,7 +92,6 @@ class DenseExchange:
     def _current(self) -> Plan:
         current = runtime.current()
         if self._plan is None or self._runtime is not current:
-            self._runtime = current
             self._plan = current.plan(
                 self.specs,
                 name=self._name,
@@ -101,6 +99,7 @@ class DenseExchange:
                 compression=self._compression,
                 lane=step_lane(),
             )
+            self._runtime = current
         return self._plan
 
 
@@ -118,7 +117,6 @@ class SparseExchange:
         self._name = name
         self._op = op
         self._dtype = dtype
-        self._agreed = False
 
     def __call__(self, values: Array, indices: Array) -> tuple[Array, Array]:
         """All ranks' rows, divided by the number of ranks for an average, and their indices.
@@ -128,7 +126,7 @@ class SparseExchange:
             indices: ``[rows]``, the same integer type on all ranks.
         """
         gathered: list[Array] = []
-        self.meter.run(lambda: gathered.extend(self._gather(values, indices)), False)
+        self.meter.run(lambda: gathered.extend(self._gather(values, indices)[:2]), False)
         return gathered[0], gathered[1]
 
     def into(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
@@ -140,28 +138,28 @@ class SparseExchange:
         """
 
         def work() -> None:
-            for target, part in zip(targets, self._gather(*sources), strict=True):
-                if part.shape != target.shape:
-                    raise MismatchError(
-                        f"{self._name}: ranks have {part.shape[0]} rows together, the program "
-                        f"compiled with jit_compile=True has {target.shape[0]}, its own number "
-                        "times the ranks. Give all ranks batches of one size, or use "
-                        "DistributedOptimizer(..., sparse_as_dense=True) or jit_compile=False"
-                    )
-                target[...] = part
+            all_values, all_indices, rows = self._gather(*sources)
+            # Seen alike by all ranks, so all of them raise.
+            if len(set(rows)) > 1:
+                raise MismatchError(
+                    f"{self._name}: ranks have {', '.join(map(str, rows))} rows, and a program "
+                    "compiled with jit_compile=True needs the same number on all. Give all ranks "
+                    "batches of one size, or use DistributedOptimizer(..., sparse_as_dense=True) "
+                    "or jit_compile=False"
+                )
+            targets[0][...] = all_values
+            targets[1][...] = all_indices
 
         self.meter.run(work, False)
 
-    def _gather(self, values: Array, indices: Array) -> tuple[Array, Array]:
+    def _gather(self, values: Array, indices: Array) -> tuple[Array, Array, list[int]]:
         factor = 1.0 / runtime.current().world.size if self._op == ReduceOp.AVERAGE else 1.0
         width = int(np.prod(self.row, dtype=np.int64))
+        what = f"gather of {self._name}: rows {self.row} {self._dtype}, {indices.dtype}"
+        signature = digest(what)
 
-        def job(transport: Transport) -> tuple[Array, Array]:
-            if not self._agreed:
-                what = f"gather of {self._name}: rows {self.row} {self._dtype}, {indices.dtype}"
-                digest = hashlib.sha256(what.encode()).digest()
-                transport.agree(int.from_bytes(digest[:7], "big"), what)
-                self._agreed = True
+        def job(transport: Transport) -> tuple[Array, Array, list[int]]:
+            transport.agree(signature, what)
             mine = np.array([len(indices)], np.int64)
             counts = np.empty(transport.size, np.int64)
             transport.allgather(mine, counts, [1] * transport.size)
@@ -172,6 +170,6 @@ class SparseExchange:
             all_indices = np.empty(sum(rows), indices.dtype)
             transport.allgather(np.ascontiguousarray(indices), all_indices, rows)
             scale_into(all_values, factor, all_values)
-            return all_values.reshape(-1, *self.row), all_indices
+            return all_values.reshape(-1, *self.row), all_indices, rows
 
         return step_lane().run(job, self._name)

@@ -244,8 +244,7 @@ def test_the_control_plane():
             assert private.departed() == {2}
         control.exchange(b"", 20)
         print("fine")
-        from ringplug.backend.control import mpi
-        mpi.finalize(lambda: None)
+        control.finalize()
         """,
         3,
     )

@@ -21,6 +21,7 @@ import numpy as np
 from ringplug.backend.buffers import Buffer, ReduceOp, fold, split_evenly
 from ringplug.backend.config import Config
 from ringplug.backend.control import Control
+from ringplug.backend.errors import StalledError, TransportError
 from ringplug.backend.stall import Wait
 from ringplug.backend.transport import Piece, Traffic
 from ringplug.backend.transport.direct import allreduce_shares, describe_mismatch
@@ -34,6 +35,8 @@ _SEQUENCE, _SIGNATURE, _LOCATION = 0, 8, 16
 """Words of the header. Signature and location have two places, used in turn: a rank can be
 one barrier ahead of one that still reads them."""
 _SPINS = 400
+_EXPLAIN_SECONDS = 10.0
+"""What ranks that disagree wait for each other to say so."""
 _YIELD_SECONDS = 200e-6
 """Waking a sleeping core can take longer than the ranks are apart within one collective."""
 _SMALL_BYTES = 16 * 1024
@@ -74,10 +77,19 @@ class SharedMemoryTransport:
 
     def agree(self, signature: int, description: str) -> None:
         place = _SIGNATURE + (self._sequence + 1) % 2
-        self._words[self.rank][place] = signature
+        # With the barrier's number in it: what an earlier call left must not look like consent.
+        word = signature ^ (self._sequence + 1)
+        self._words[self.rank][place] = word
         self.barrier()
-        if any(self._words[peer][place] != signature for peer in self._peers):
-            shown = self.control.exchange(description.encode(), self._config.timeout)
+        if any(self._words[peer][place] != word for peer in self._peers):
+            limit = min(self._config.timeout, _EXPLAIN_SECONDS)
+            try:
+                shown = self.control.exchange(description.encode(), limit)
+            except StalledError as error:
+                raise TransportError(
+                    "ranks are in different operations: this one is about to do "
+                    f"{description.splitlines()[0]}, others are in the middle of something else"
+                ) from error
             texts = [text.decode() for text in shown]
             raise describe_mismatch(texts, self.control.world.origin)
 
