@@ -136,6 +136,13 @@ class Plan:
             self.lane.abandon(error)
             raise UsageError(error)
 
+    def discard(self) -> bool:
+        """Forget what became ready in this step, if nothing has left yet; whether so."""
+        if self._launched:
+            return False
+        self._begin()
+        return True
+
     def pending(self) -> list[int]:
         """Indices of the tensors that are not ready yet in this step."""
         return [index for index, array in enumerate(self._arrays) if array is None]

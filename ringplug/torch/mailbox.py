@@ -163,10 +163,10 @@ class Mailbox:
                     if not fresh and not active:
                         self._working = False
                         return
+                active += fresh
                 for letter in fresh:
                     if letter.sending:
                         self._begin_send(control, letter)
-                active += fresh
                 self._listen(control)
                 before = len(active)
                 active = [letter for letter in active if not self._step(control, letter)]

@@ -79,7 +79,18 @@ class GradientReducer:
             hook.remove()
 
     def reset(self) -> None:
-        """Gradients begin anew: after zero_grad or a loaded state."""
+        """Gradients begin anew: after zero_grad or a loaded state.
+
+        Raises:
+            UsageError: A backward pass was interrupted by an error after the other ranks had
+                received a part of its gradients, which cannot be taken back.
+        """
+        if any(gradient is not None for gradient in self._own):
+            if not self._plan.discard():
+                error = "backward() was interrupted when a part of its gradients had been sent"
+                self._plan.lane.abandon(error)
+                raise UsageError(f"{error}; the ranks cannot go on together")
+            self._own = [None] * len(self._parameters)
         self._passed = 0
         self._reduced = False
 
