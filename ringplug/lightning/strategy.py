@@ -14,6 +14,7 @@ from ringplug.backend import config, runtime
 from ringplug.backend.compression import get_compressor
 from ringplug.backend.errors import MismatchError, UnavailableError, UsageError
 from ringplug.lightning.environment import RingEnvironmentLogic
+from ringplug.lightning.keywords import check_keywords
 from ringplug.lightning.learning_rates import scale_learning_rates
 from ringplug.lightning.termination import Termination
 from ringplug.lightning.trees import Tree
@@ -24,6 +25,11 @@ from ringplug.torch.rendezvous import register
 
 __all__ = ["RingStrategyLogic"]
 
+# In the description of an operation, which errors cut at 160 characters.
+_UNEQUAL = (
+    "unequal numbers of batches per rank stop here; use Lightning's sampler or cut to the "
+    "smallest number"
+)
 _UNUSED = "Expected to have finished reduction in the prior iteration"
 
 
@@ -35,7 +41,8 @@ class RingStrategyLogic:
 
     Args:
         compression: What gradients are cast to on the wire: ``none``, ``fp16`` or ``bf16``.
-            Sums are formed in float32.
+            Sums are formed in float32. By default what ringplug's settings say, unless there is
+            a `ddp_comm_hook`, which decides by itself.
         bucket_cap_mb: Size of DDP's gradient buckets in MiB.
         overlap: Whether gradients are reduced while the backward pass goes on. False reduces
             each bucket on the training thread, which can be faster where all cores compute.
@@ -51,6 +58,7 @@ class RingStrategyLogic:
 
     Raises:
         ConfigError: No such compression.
+        TypeError: An argument that neither of them has.
         UsageError: Arguments that exclude each other, or that ask for another backend.
     """
 
@@ -73,7 +81,7 @@ class RingStrategyLogic:
 
     def __init__(
         self,
-        compression: str = "none",
+        compression: str | None = None,
         bucket_cap_mb: int | None = None,
         overlap: bool = True,
         timeout: timedelta | float | None = None,
@@ -83,9 +91,13 @@ class RingStrategyLogic:
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        get_compressor(compression)
-        if compression != "none" and ddp_comm_hook is not None:
+        if compression is not None:
+            get_compressor(compression)
+        if compression not in (None, "none") and ddp_comm_hook is not None:
             raise UsageError("give either compression or ddp_comm_hook: both decide what is sent")
+        check_keywords(
+            kwargs, type(self), self._tree.module("strategies").DDPStrategy, RingStrategyLogic
+        )
         for name, only in (("process_group_backend", "ring"), ("start_method", "popen")):
             if kwargs.pop(name, None) not in (None, only):
                 raise UsageError(f"RingStrategy has no {name} other than {only!r}")
@@ -246,11 +258,16 @@ class RingStrategyLogic:
                 self._layer_sync = self._layer_sync_class()
         super().setup(trainer)  # type: ignore[misc]
         exception = self._tree.module("utilities.exceptions").SIGTERMException
-        self._votes_per_batch = not self._termination.watch(trainer, exception)
+        self._votes_per_batch = self.world_size > 1 and not self._termination.watch(
+            trainer, exception
+        )
 
     def _register_ddp_hooks(self) -> None:
-        if self._compression != "none":
-            self.model.register_comm_hook(self._group(), compress_hook(self._compression))
+        compression = self._compression
+        if compression is None and self._ddp_comm_hook is None:
+            compression = runtime.current().config.compression
+        if compression not in (None, "none"):
+            self.model.register_comm_hook(self._group(), compress_hook(compression))
         elif self._ddp_comm_hook is not None:
             # Lightning registers hooks for CUDA only; they work on this backend everywhere.
             self._tree.module("overrides.distributed")._register_ddp_comm_hook(
@@ -283,7 +300,7 @@ class RingStrategyLogic:
     def _any_rank(self, flag: bool, place: str) -> bool:
         if self._alone():
             return flag
-        return objects.count_votes(self._group(), flag, f"on SIGTERM before {place}") > 0
+        return objects.count_votes(self._group(), flag, "start", f"of {place} ({_UNEQUAL})") > 0
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if not self._alone():
@@ -298,7 +315,8 @@ class RingStrategyLogic:
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         if self._alone():
             return bool(decision)
-        votes = objects.count_votes(self._group(), bool(decision), f"all={all}")
+        what = f"where {'all ranks' if all else 'any rank'} must agree"
+        votes = objects.count_votes(self._group(), bool(decision), "decision", what)
         return votes == self.world_size if all else votes > 0
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

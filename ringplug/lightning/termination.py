@@ -2,7 +2,8 @@
 
 Lightning answers the signal with a collective inside the handler, while the other ranks are
 somewhere else, and then looks at rank 0's flag only. Here the handler sets a flag, and the
-ranks vote once per batch.
+ranks vote once per batch. A world of one has nobody to vote with, and Lightning never asks it to:
+there its own handler stays.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Termination:
             MismatchError: The ranks are at different batches: some have fewer than others.
         """
         batch = self._trainer.fit_loop.epoch_loop.batch_idx + 1
-        if self._vote(self._asked, f"batch {batch} of epoch {self._trainer.current_epoch}"):
+        epoch = self._trainer.current_epoch
+        if self._vote(self._asked, f"training batch {batch} of epoch {epoch}"):
             assert self._exception is not None
             self._trainer._signal_connector.received_sigterm = True
             raise self._exception

@@ -53,7 +53,7 @@ def compress_hook(compression: str) -> Hook:
         handle = group.start(
             "allreduce", lambda: _task(gradients, bucket.index(), codec, group.size()), later=True
         )
-        return RingWork(handle, [gradients]).get_future().then(lambda done: done.value()[0])
+        return RingWork(handle, gradients).get_future()
 
     # DDP wants to see types here, not the text that this module's annotations are.
     hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}

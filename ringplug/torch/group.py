@@ -173,17 +173,18 @@ class LaneGroup(dist.ProcessGroup):
         except RingplugError as error:
             task = _refused(error)
         inference = torch.is_inference_mode_enabled()
+        shown = f"{op} {task.what}".rstrip()
 
         def job(transport: Transport) -> None:
             # Counted here, in the order of execution, which is the same on all ranks even when
             # callbacks of earlier operations start further ones.
             self._sequence += 1
-            what = f"{op} {task.what} (operation {self._sequence} of group {self._name})"
+            what = f"{shown} (operation {self._sequence} of group {self._name})"
             with torch.inference_mode(inference), torch.no_grad():
                 _agree(transport, what, task)
                 task.job(transport)
 
-        name = f"{op} {task.what[:160]}"
+        name = f"{op} {task.what[:160]}".rstrip()
         if later and self.overlap:
             return self._lane.submit(job, name)
         handle = Handle(name)

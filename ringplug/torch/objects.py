@@ -61,12 +61,19 @@ def broadcast_object(group: RingProcessGroup, obj: Any, root: int) -> Any:
     return pickle.loads(received[0]) if received else obj
 
 
-def count_votes(group: RingProcessGroup, vote: bool, name: str) -> int:
-    """How many ranks of the group said yes."""
+def count_votes(group: RingProcessGroup, vote: bool, op: str, what: str) -> int:
+    """How many ranks of the group said yes.
+
+    Args:
+        group: Whose ranks.
+        vote: This rank's.
+        op: What is voted on, a word or two for errors; the same on every rank.
+        what: More about it, such as the place in training; the same on every rank.
+    """
     votes = np.array([int(vote)], np.int64)
 
     def job(transport: Transport) -> None:
         transport.allreduce(votes, ReduceOp.SUM)
 
-    group.start("vote", lambda: Task(name, job))
+    group.start(op, lambda: Task(what, job))
     return int(votes[0])

@@ -13,7 +13,6 @@ from ringplug.backend import runtime
 from ringplug.backend.buffers import ReduceOp
 from ringplug.backend.compression import get_compressor
 from ringplug.backend.errors import UsageError
-from ringplug.torch.compression import Compression
 from ringplug.torch.reducer import GradientReducer
 
 __all__ = ["DistributedOptimizer"]
@@ -22,7 +21,7 @@ __all__ = ["DistributedOptimizer"]
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: str = Compression.none,
+    compression: str | None = None,
     backward_passes_per_step: int = 1,
     op: ReduceOp = ReduceOp.AVERAGE,
     sparse_as_dense: bool = False,
@@ -32,12 +31,13 @@ def DistributedOptimizer(
     The same object is returned, so schedulers and scalers made before keep working; its state
     dict and pickle are those of the plain optimizer. Gradients are reduced by the time
     ``backward()`` returns; ``step()`` reduces what was not, for ranks on which no gradient was
-    computed.
+    computed. If the ranks' parameters differ in their first round, rank 0 warns.
 
     Args:
         optimizer: Any torch optimizer, with the same parameters on every rank.
         named_parameters: ``model.named_parameters()``, for errors.
-        compression: ``Compression.none``, ``.fp16`` or ``.bf16``.
+        compression: ``Compression.none``, ``.fp16`` or ``.bf16``; None takes the setting, from
+            ``init(compression=...)`` or RINGPLUG_COMPRESSION.
         backward_passes_per_step: Backward passes whose gradients are added before one
             reduction; they are not divided by it.
         op: Average or Sum.
@@ -61,7 +61,8 @@ def DistributedOptimizer(
         raise UsageError(f"backward_passes_per_step={backward_passes_per_step} must be above 0")
     if op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
         raise UsageError(f"op={op!r}: Average and Sum are possible")
-    get_compressor(compression)
+    if compression is not None:
+        get_compressor(compression)
     names = _check_names(optimizer, named_parameters)
     plain = type(optimizer)
     any_optimizer: Any = optimizer
@@ -182,6 +183,8 @@ class _Distributed(torch.optim.Optimizer):
                 return loss
 
             reduced = closure_and_reduce
+        if self._ringplug_reducer is not None:
+            self._ringplug_reducer.warn_of_replicas()
         result = plain_step() if reduced is None else plain_step(reduced)
         if self._ringplug_reducer is not None:
             self._ringplug_reducer.stepped()

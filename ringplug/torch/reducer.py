@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +15,8 @@ from ringplug.backend import runtime
 from ringplug.backend.adapters import view
 from ringplug.backend.buffers import Array, ReduceOp
 from ringplug.backend.errors import MismatchError, UsageError
-from ringplug.backend.fusion import TensorSpec
+from ringplug.backend.fusion import TensorSpec, digest
+from ringplug.backend.transport import Transport
 from ringplug.torch.tensors import check_devices
 
 __all__ = ["GradientReducer"]
@@ -33,7 +36,7 @@ class GradientReducer:
     Args:
         named: Names, for errors, and parameters that require gradients; the same on every rank.
         op: AVERAGE or SUM.
-        compression: What the wire carries.
+        compression: What the wire carries; None is the setting.
         passes: Backward passes that make up one step; their gradients are added.
         sparse_as_dense: Whether sparse gradients are made dense.
     """
@@ -42,7 +45,7 @@ class GradientReducer:
         self,
         named: Sequence[tuple[str, Tensor]],
         op: ReduceOp,
-        compression: str,
+        compression: str | None,
         passes: int,
         sparse_as_dense: bool,
     ) -> None:
@@ -63,6 +66,7 @@ class GradientReducer:
         self._plan = runtime.current().plan(
             [*specs, flags], name="gradients", op=op, compression=compression
         )
+        self._differing: str | None = None
         self._round = 0
         self._passed = 0
         self._task = -1
@@ -107,6 +111,36 @@ class GradientReducer:
     def stepped(self) -> None:
         """The optimizer has used the gradients."""
         self.reset()
+
+    def warn_of_replicas(self) -> None:
+        """Once, on rank 0: warn if the parameters of the first round were not the same."""
+        name, self._differing = self._differing, None
+        if name is not None and runtime.current().world.rank == 0:
+            warnings.warn(
+                f"the ranks train different models: the values of {name} are not the same on all "
+                "ranks; call ringplug.torch.broadcast_parameters(model.state_dict(), root_rank=0) "
+                "before the first step",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _compare_values(self) -> None:
+        """A collective, after the first round, when all ranks have come and none has stepped."""
+        own = np.array([_checksum(parameter) for parameter in self._parameters], np.int64)
+        both = np.concatenate([own, -own])
+
+        what = f"comparison of {own.size} parameters"
+
+        def job(transport: Transport) -> None:
+            transport.agree(digest(what), what)
+            transport.allreduce(both, ReduceOp.MAX)
+
+        self._plan.lane.run(job, what)
+        largest, smallest = both[: own.size], -both[own.size :]
+        different = np.flatnonzero(largest != smallest)
+        if different.size:
+            # The names are in reverse: the last is the model's first.
+            self._differing = self._names[int(different[-1])]
 
     def _hook(self, index: int) -> Any:
         def ready(parameter: Tensor) -> None:
@@ -172,6 +206,8 @@ class GradientReducer:
         self._plan.ready(size, flags)
         self._plan.finish()
         self._check_round(int(flags[size]))
+        if self._round == 0:
+            self._compare_values()
         self._round += 1
         for index, (zeros, _) in borrowed.items():
             if flags[index] > 0:
@@ -194,3 +230,8 @@ class GradientReducer:
                 f"this rank is at round {self._round} of its gradients, others are not: the "
                 "ranks made a different number of backward passes between their steps"
             )
+
+
+def _checksum(parameter: Tensor) -> int:
+    values = np.ascontiguousarray(view(parameter.detach()))
+    return zlib.crc32(values.reshape(-1).view(np.uint8).data)

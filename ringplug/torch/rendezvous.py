@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import socket
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -53,11 +56,35 @@ def register() -> None:
         if start is not None and start.by == "mpi":
             # Also exports the rank and the size, which torch looks for.
             runtime.init()
-        if config.has_master() or "?" in url:
+        alone = start is None and not (
+            runtime.is_initialized() and runtime.current().world.size > 1
+        )
+        if config.has_master() or "?" in url or (alone and not _ring_is_asked_for()):
+            # Alone, another backend would silently become a world of one.
             return of_torch(url, *args, **kwargs)
         return _rendezvous(url, *args, **kwargs)
 
     handlers["env"] = env
+
+
+def _ring_is_asked_for() -> bool:
+    """Whether the init_process_group that is under way names the backend ring.
+
+    A handler is not told the backend, so it is read from torch's frame; where there is no such
+    frame, the answer is no.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _code(dist.init_process_group):
+            backend = str(frame.f_locals.get("backend") or "")
+            return "ring" in backend.lower().replace(",", ":").split(":")
+        frame = frame.f_back
+    return False
+
+
+def _code(function: Any) -> Any:
+    """The code of a function below its decorators."""
+    return inspect.unwrap(function).__code__
 
 
 def _rendezvous(

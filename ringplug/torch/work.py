@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed
 
+from ringplug.backend.errors import RingplugError
 from ringplug.backend.handle import Handle
 
 __all__ = ["RingWork"]
@@ -20,10 +21,10 @@ class RingWork(dist.Work):
 
     Args:
         handle: The operation.
-        result: The tensors that it fills.
+        result: The tensors that it fills, or one tensor where its future shall hold just that.
     """
 
-    def __init__(self, handle: Handle, result: list[Any]) -> None:
+    def __init__(self, handle: Handle, result: Any) -> None:
         super().__init__()
         self._handle = handle
         self._result = result
@@ -47,12 +48,16 @@ class RingWork(dist.Work):
         """
         if self._future is None:
             start: torch.futures.Future[None] = torch.futures.Future()
-            self._future = start.then(lambda _: self._outcome())
+            self._future = start.then(self._outcome)
             self._handle.then(lambda: start.set_result(None))
         return self._future
 
-    def _outcome(self) -> list[Any]:
+    def _outcome(self, _: torch.futures.Future[None]) -> Any:
         error = self._handle.exception()
+        if isinstance(error, RingplugError):
+            # torch turns the error into text and adds its traceback to it: the lines of our own
+            # files would be the last thing that users read.
+            raise error.with_traceback(None)
         if error is not None:
             raise error
         return self._result
@@ -66,7 +71,7 @@ class RingWork(dist.Work):
     def exception(self) -> BaseException | None:
         return self._handle.exception()
 
-    def result(self) -> list[Any]:
+    def result(self) -> Any:
         self._handle.wait()
         return self._result
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 import warnings
 from pathlib import Path
 
@@ -34,6 +35,10 @@ class Model(L.LightningModule):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "term" and index == 2 and self.global_rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        if how == "slow":
+            if index == 1:
+                print("training", flush=True)
+            time.sleep(0.1)
         return self.net(batch[0]).pow(2).mean()
 
     def test_step(self, batch, index):
@@ -55,7 +60,7 @@ trainer = L.Trainer(
     strategy=RingStrategy(),
     accelerator="cpu",
     devices=2 if how.startswith("devices") else "auto",
-    max_epochs=3 if how != "term" else 1000,
+    max_epochs=3 if how not in ("term", "slow") else 1000,
     callbacks=[Saves()],
     logger=False,
     enable_checkpointing=False,

@@ -56,18 +56,72 @@ def test_sigterm_to_one_rank_ends_training_in_step(tree, tmp_path):
     assert steps[0] == steps[1] == "3"
 
 
+def plain_environment():
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("OMPI_COMM")}
+    return environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
 def run_plain(*arguments, timeout=60):
     """``python script``, as a user without a launcher does."""
-    environ = {key: value for key, value in os.environ.items() if not key.startswith("OMPI_COMM")}
-    environ |= {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
-        env=environ,
+        env=plain_environment(),
         stdin=subprocess.DEVNULL,
     )
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_sigterm_ends_a_world_of_one(tree, tmp_path):
+    command = [sys.executable, str(HERE / "ranks_one_model.py"), tree, "slow", str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=plain_environment(), cwd=tmp_path
+    ) as process:
+        try:
+            assert process.stdout.readline() == "training\n"
+            process.terminate()
+            # 1000 slow epochs otherwise.
+            rest, _ = process.communicate(timeout=40)
+        finally:
+            process.kill()
+    assert "exception at step" in rest
+
+
+def test_unequal_numbers_of_batches_are_named():
+    done = run_ranks(
+        """
+        import os
+        import lightning as L
+        import torch
+        from ringplug.lightning import RingStrategy
+        from torch.utils.data import DataLoader, TensorDataset
+
+        class Model(L.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = torch.nn.Linear(2, 1)
+
+            def training_step(self, batch, _):
+                return self.net(batch[0]).pow(2).mean()
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), 0.1)
+
+        batches = 3 + int(os.environ["OMPI_COMM_WORLD_RANK"])
+        L.Trainer(
+            strategy=RingStrategy(), accelerator="cpu", max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            use_distributed_sampler=False,
+        ).fit(Model(), DataLoader(TensorDataset(torch.ones(batches, 2))))
+        """,
+        2,
+        timeout=60,
+        expect=None,
+    )
+    assert "start of training batch 3 of epoch 0 (unequal numbers of batches" in done.stderr
+    assert "use Lightning's sampler or cut to the smallest number)" in done.stderr
 
 
 @pytest.mark.parametrize("tree", TREES)

@@ -88,6 +88,18 @@ def test_sizes_without_a_launcher_are_those_asked_for(environ):
     assert strategy.root_device == torch.device("cpu")
 
 
+@pytest.mark.parametrize("tree", ["lightning", "pytorch_lightning"])
+def test_unknown_arguments_are_refused_at_once(tree):
+    strategy = strategy_class(tree)
+    with pytest.raises(TypeError, match="RingStrategy.*'bogus'; it takes .*static_graph"):
+        strategy(bogus=1)
+    with pytest.raises(TypeError, match="did you mean 'gradient_as_bucket_view'"):
+        strategy(gradient_as_bucket_veiw=True)
+    with pytest.raises(TypeError, match="device_ids"):
+        strategy(device_ids=[0])
+    strategy(gradient_as_bucket_view=True, checkpoint_io=None, model_averaging_period=2)
+
+
 @pytest.mark.parametrize(
     ("typed", "repeated"),
     [

@@ -110,3 +110,75 @@ def test_an_exception_ends_all_ranks(launcher):
         expect=None,
     )
     assert "ValueError: the culprit" in done.stderr
+
+
+BACKENDS = """
+import os, sys
+for name in [name for name in os.environ if name.startswith("MASTER_")]:
+    del os.environ[name]
+import torch.distributed as dist, ringplug.torch
+dist.init_process_group(sys.argv[1])
+print("world", dist.get_world_size())
+"""
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_other_backends_need_their_address(backend):
+    done = run_ranks(BACKENDS, 1, backend, launcher="python", expect=1)
+    assert "environment variable RANK expected" in done.stderr
+
+
+@pytest.mark.parametrize("backend", ["ring", "RING", "cpu:ring"])
+def test_ring_alone_needs_none(backend):
+    assert "world 1" in run_ranks(BACKENDS, 1, backend, launcher="python").stdout
+
+
+@pytest.mark.parametrize(("argument", "sent"), [("", "fp16"), ("compression='none'", "none")])
+def test_the_setting_compresses_by_default(argument, sent):
+    done = run_ranks(
+        f"""
+        import torch, ringplug.torch as ring
+        ring.init()
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], 1.0)
+        ring.DistributedOptimizer(optimizer, {argument})
+        (weight * (1 + 2**-14)).sum().backward()
+        # fp16 has 11 bits.
+        print("sent", "fp16" if weight.grad.item() == 1 else "none")
+        """,
+        2,
+        env={**QUIET, "RINGPLUG_COMPRESSION": "fp16"},
+    )
+    assert done.stdout.count(f"sent {sent}") == 2
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_forgotten_broadcast_is_warned_of(broadcast):
+    done = run_ranks(
+        f"""
+        import torch, warnings, ringplug.torch as ring
+        ring.init()
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        with torch.no_grad():
+            model[1].weight += ring.rank()
+            model[1].bias += ring.rank()
+        if {broadcast}:
+            ring.broadcast_parameters(model.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        ring.DistributedOptimizer(optimizer, model.named_parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        for one in caught:
+            print("warned", one.message)
+        """,
+        2,
+        env=QUIET,
+    )
+    assert done.stdout.count("warned") == (0 if broadcast else 1)
+    if not broadcast:
+        assert "the values of 1.weight are not the same" in done.lines(0)[-1]
+        assert "broadcast_parameters" in done.lines(0)[-1]
