@@ -20,7 +20,9 @@ from typing import Any
 
 from ringplug.backend import runtime
 from ringplug.backend.buffers import ReduceOp
+from ringplug.backend.ops import allgather_object, broadcast_object
 from ringplug.keras import callbacks, schedules
+from ringplug.keras.compression import Compression
 from ringplug.keras.exchange import step_lane
 from ringplug.keras.loading import load_model
 from ringplug.keras.optimizer import DistributedOptimizer
@@ -29,12 +31,18 @@ from ringplug.keras.values import allgather, allreduce, broadcast
 
 __all__ = [
     "Average",
+    "Compression",
     "DistributedOptimizer",
+    "Max",
+    "Min",
+    "Product",
     "Sum",
     "allgather",
+    "allgather_object",
     "allreduce",
     "broadcast",
     "broadcast_global_variables",
+    "broadcast_object",
     "callbacks",
     "cross_rank",
     "cross_size",
@@ -51,6 +59,9 @@ __all__ = [
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
 
 
 def init(comm: Any = None, **settings: Any) -> None:

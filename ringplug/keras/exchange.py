@@ -22,7 +22,7 @@ from ringplug.backend.plan import Plan
 from ringplug.backend.transport import Transport
 from ringplug.keras.latch import Latch
 
-__all__ = ["DenseExchange", "Meter", "SparseExchange", "step_lane"]
+__all__ = ["DenseExchange", "Meter", "SparseExchange", "mark", "step_lane"]
 
 _lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
 
@@ -34,6 +34,22 @@ def step_lane() -> Lane:
     if lane is None:
         lane = _lanes[current] = current.lane("keras")
     return lane
+
+
+def mark(what: str) -> None:
+    """Say on the lane of steps where this rank is; its own steps have run.
+
+    Raises:
+        MismatchError: On every rank, when another is elsewhere: in the gradients of a step,
+            for example.
+    """
+    text = (
+        f"{what} (the ranks have unequal numbers of batches or epochs: give them equal shards "
+        "or pass steps_per_epoch; or training stopped on one rank only: see "
+        "StopTogetherCallback)"
+    )
+    signature = digest(text)
+    step_lane().run(lambda transport: transport.agree(signature, text), what)
 
 
 class Meter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,11 @@ from ringplug.backend.fusion import TensorSpec
 from ringplug.keras import step
 from ringplug.keras.dtypes import numpy_dtype
 from ringplug.keras.exchange import DenseExchange, Meter, SparseExchange
+from ringplug.keras.fingerprint import MARKS, fingerprint
 
 __all__ = ["Options", "Reduction"]
+
+_UNMARKED = np.zeros(MARKS, np.float32)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Reduction:
         scaled: By how much the learning rate was multiplied because of the world's size.
         checked: Optimizer iterations and completed reductions when they were last compared.
         target: The learning rates that an unfinished warm-up leads to.
+        compared: Whether the ranks' weights were compared before the first update; eager only.
         pending: What the optimizer's variables are to be once it is built.
     """
 
@@ -62,6 +67,7 @@ class Reduction:
         self.scaled = 1.0
         self.checked: tuple[int, int] | None = None
         self.target: list[float] | None = None
+        self.compared = False
         self.pending: Sequence[Array] = ()
         self._label = options.name or label
         self._exchanges: dict[Any, Any] = {}
@@ -145,6 +151,7 @@ class Reduction:
         if not indices:
             return
         flags = np.array([result[index] is not None for index in indices], np.float32)
+        marks = fingerprint(variables) if flagged and not self.compared else _UNMARKED
         for index in indices:
             if result[index] is None:
                 variable = variables[index]
@@ -153,13 +160,30 @@ class Reduction:
         tensors = self._predivide([result[index] for index in indices])
         owned = [variables[index] for index in indices]
         if flagged:
-            reduced, counts = step.run_flagged(exchange, tensors, owned, flags)
+            both = np.concatenate([flags, marks])
+            reduced, combined = step.run_flagged(exchange, tensors, owned, both)
+            counts = combined[: len(flags)]
+            if not self.compared:
+                self._compare(marks, combined[len(flags) :])
         else:
             reduced, counts = step.run(exchange, tensors, owned), flags
         self._store(result, indices, self._postmultiply(reduced))
         for index, count in zip(indices, counts, strict=True):
             if count == 0:
                 result[index] = None
+
+    def _compare(self, mine: Array, combined: Array) -> None:
+        """Warn, once, where ranks came to their first update with other weights."""
+        self.compared = True
+        world = runtime.current().world
+        expected = mine * world.size if self.options.op == ReduceOp.SUM else mine
+        if world.rank == 0 and not np.array_equal(expected, combined):
+            warnings.warn(
+                "the ranks start from different weights and will keep different models: pass "
+                "BroadcastGlobalVariablesCallback (or callbacks.default()) to fit, or call "
+                "broadcast_global_variables(0, model) before the first step",
+                stacklevel=2,
+            )
 
     def _store(self, result: list[Any], indices: Sequence[int], values: Sequence[Any]) -> None:
         for index, value in zip(indices, values, strict=True):
@@ -193,7 +217,7 @@ class Reduction:
                 name = f"{position}:{_name(variable)}"
                 specs.append(TensorSpec(name, tuple(shape), numpy_dtype(tensors[index].dtype)))
             if flagged:
-                specs.append(TensorSpec("present", (len(indices),), np.dtype(np.float32)))
+                specs.append(TensorSpec("present", (len(indices) + MARKS,), np.dtype(np.float32)))
             compression = self.options.compression if op != ReduceOp.MAX else "none"
             name = f"gradients of {self._label}" if op != ReduceOp.MAX else f"fp8 of {self._label}"
             found = DenseExchange(self.meter, specs, name, op, compression)

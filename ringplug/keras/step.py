@@ -25,6 +25,7 @@ __all__ = [
     "run",
     "run_flagged",
     "settle",
+    "settle_model",
     "translate_errors",
     "uncompiled",
 ]
@@ -66,6 +67,9 @@ refuse: Callable[[], None] = _here.refuse
 
 settle: Callable[[Any], bool] = _here.settle
 """``settle(optimizer)``: waits until started steps have run; whether they went well."""
+
+settle_model: Callable[[Any], bool] = _here.settle_model
+"""``settle_model(model)``: the same for the steps of a `fit` that is under way."""
 
 translate_errors: Callable[[Any], None] = _here.translate_errors
 """``translate_errors(model)``: lets `fit` raise what a compiled step met as it was."""

@@ -26,6 +26,7 @@ __all__ = [
     "run",
     "run_flagged",
     "settle",
+    "settle_model",
     "translate_errors",
     "uncompiled",
 ]
@@ -133,6 +134,18 @@ def settle(optimizer: Any) -> bool:
         well = False
     _forget_failures()
     return well
+
+
+def settle_model(model: Any) -> bool:
+    """Wait until the steps of a `fit` under way have run; whether they went well."""
+    # During an epoch the values are in this state only.
+    state = getattr(model, "_jax_state", None)
+    well = True
+    try:
+        jax.block_until_ready(state)
+    except jax.errors.JaxRuntimeError:
+        well = False
+    return settle(model.optimizer) and well
 
 
 def _forget_failures() -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "run",
     "run_flagged",
     "settle",
+    "settle_model",
     "translate_errors",
     "uncompiled",
 ]
@@ -120,6 +121,12 @@ def refuse() -> None:
 def settle(optimizer: Any) -> bool:
     """Nothing to wait for."""
     del optimizer
+    return True
+
+
+def settle_model(model: Any) -> bool:
+    """Nothing to wait for; see `settle`."""
+    del model
     return True
 
 

@@ -7,13 +7,14 @@ from typing import Any
 import keras
 
 from ringplug.backend import ops, runtime
-from ringplug.backend.errors import MismatchError, NotReducedError
+from ringplug.backend.errors import MismatchError, NotReducedError, UsageError
 from ringplug.keras import step
+from ringplug.keras.exchange import mark
 from ringplug.keras.guard import check_compilation
 from ringplug.keras.optimizer import Distributed, reseat
 from ringplug.keras.progress import check_reduced, forget_progress, raise_latched
 
-__all__ = ["RingCallback"]
+__all__ = ["RingCallback", "check_root"]
 
 _SHARED = "ringplug_watch"
 
@@ -59,6 +60,26 @@ class RingCallback(keras.callbacks.Callback):
         if self.distributed:
             self.watch.epoch_end(self._watched, epoch)
 
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        if self.distributed:
+            self.watch.train_end(self._watched)
+
+    def check_root(self, root_rank: int) -> None:
+        """Raise where there is no rank `root_rank`.
+
+        Raises:
+            UsageError: Names this callback.
+        """
+        check_root(type(self).__name__, root_rank)
+
+
+def check_root(who: str, root_rank: int) -> None:
+    """Raise UsageError where the world, if it is known yet, has no rank `root_rank`."""
+    size = runtime.current().world.size if runtime.is_initialized() else None
+    if root_rank < 0 or (size is not None and root_rank >= size):
+        there = "expected 0 or more" if size is None else f"there are the ranks 0..{size - 1}"
+        raise UsageError(f"{who}(root_rank={root_rank}): {there}")
+
 
 class Watch:
     """The checks of one run, made once, by whichever callback comes first."""
@@ -66,6 +87,8 @@ class Watch:
     def __init__(self) -> None:
         self._begun = False
         self._checked = -1
+        self._ended = False
+        self._earlier = 0
 
     def begin(self, model: Any, params: dict[str, Any]) -> None:
         """At train begin: the optimizer and the number of batches.
@@ -92,14 +115,20 @@ class Watch:
                 f"the ranks have different numbers of batches per epoch ({shown}). Give all the "
                 "same number of samples, drop the remainder, or pass steps_per_epoch to fit"
             )
+        self._earlier = optimizer.ringplug.meter.updates
         forget_progress(optimizer)
         step.translate_errors(model)
 
     def epoch_end(self, model: Any, epoch: int) -> None:
-        """At epoch end: whether updates were combined."""
+        """Before what all ranks do at epoch end: whether they are there, and reduced.
+
+        Raises:
+            MismatchError: Another rank has more batches, or has ended its training.
+        """
         if epoch == self._checked:
             return
         self._checked = epoch
+        self.mark(model, f"end of epoch {epoch + 1}")
         optimizer = model.optimizer
         if not isinstance(optimizer, Distributed):
             raise NotReducedError(
@@ -107,3 +136,28 @@ class Watch:
                 "not combine gradients over the ranks"
             )
         check_reduced(optimizer)
+
+    def train_end(self, model: Any) -> None:
+        """At train end: whether no other rank goes on."""
+        if not self._ended:
+            self._ended = True
+            self.mark(model, "end of training")
+
+    def mark(self, model: Any, what: str) -> None:
+        """Let ranks that are still in a step, or at another place, meet this one and raise.
+
+        Steps and callbacks use lanes of their own: without this, a rank that waits in a
+        callback and one that waits in a step would never learn of each other.
+
+        Args:
+            model: Its steps that were started have run afterwards.
+            what: The place in the training that every rank must have reached.
+        """
+        optimizer = model.optimizer
+        if not isinstance(optimizer, Distributed):
+            return
+        well = step.settle_model(model)
+        raise_latched(optimizer)
+        if well:
+            done = optimizer.ringplug.meter.updates - self._earlier
+            mark(f"{what}, after {done} exchanges of gradients in this fit")

@@ -34,7 +34,8 @@ class SyncBatchNormStatsCallback(RingCallback):
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_test_begin(logs)
-        if self.before_validation and self._training:
+        if self.before_validation and self._training and self.distributed:
+            self.watch.mark(self._watched, "validation")
             self._average()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

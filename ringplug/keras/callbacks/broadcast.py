@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ringplug.backend import ops
-from ringplug.keras.callbacks.base import RingCallback
+from ringplug.backend.errors import UsageError
+from ringplug.keras.callbacks.base import RingCallback, check_root
+from ringplug.keras.optimizer import reduction_of
 from ringplug.keras.state import broadcast_model
 
 __all__ = ["BroadcastGlobalVariablesCallback"]
@@ -40,7 +42,11 @@ class BroadcastGlobalVariablesCallback(RingCallback):
     ) -> None:
         super().__init__()
         if local_variables:
-            raise ValueError("local_variables: every variable of the model is broadcast")
+            raise UsageError(
+                "BroadcastGlobalVariablesCallback(local_variables=...): every variable of the "
+                "model is broadcast"
+            )
+        check_root(type(self).__name__, root_rank)
         del device
         self.root_rank = root_rank
         self.seeds_differ = seeds_differ
@@ -48,6 +54,7 @@ class BroadcastGlobalVariablesCallback(RingCallback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
+        self.check_root(self.root_rank)
         if not self.distributed:
             return
         model = self.model
@@ -55,6 +62,10 @@ class BroadcastGlobalVariablesCallback(RingCallback):
         epoch = getattr(model, "_initial_epoch", None)
         model._initial_epoch = ops.broadcast_object(epoch, self.root_rank, "keras.initial_epoch")
         self._waits = not all(built)
+        reduction = reduction_of(model.optimizer)
+        if reduction is not None:
+            # What differs now is about to be made the same.
+            reduction.compared = True
         if not self._waits:
             broadcast_model(model, self.root_rank, self.seeds_differ)
 
@@ -70,4 +81,5 @@ class BroadcastGlobalVariablesCallback(RingCallback):
 
     def _late(self) -> None:
         self._waits = False
+        self.watch.mark(self._watched, "broadcast of what the first batch has built")
         broadcast_model(self.model, self.root_rank, self.seeds_differ)

@@ -54,6 +54,12 @@ class LearningRateScheduleCallback(RingCallback):
         super().__init__()
         if initial_lr is None:
             raise UsageError("initial_lr is needed: the learning rate that is multiplied")
+        who = type(self).__name__
+        require(start_epoch >= 0, who, "start_epoch", start_epoch, "0 or more")
+        if end_epoch is not None:
+            wanted = f"start_epoch ({start_epoch}) or more"
+            require(end_epoch >= start_epoch, who, "end_epoch", end_epoch, wanted)
+        check_rate_and_steps(who, initial_lr, steps_per_epoch)
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
@@ -96,8 +102,7 @@ class LearningRateScheduleCallback(RingCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if logs is not None:
-            logs["lr"] = learning_rate.current(self.model.optimizer)[0]
+        _log(logs, self.model.optimizer)
 
     def _set(self, rate: float) -> None:
         optimizer = self.model.optimizer
@@ -141,6 +146,9 @@ class LearningRateWarmupCallback(RingCallback):
         verbose: int = 0,
     ) -> None:
         super().__init__()
+        who = type(self).__name__
+        require(0 <= warmup_epochs < float("inf"), who, "warmup_epochs", warmup_epochs, "0 or more")
+        check_rate_and_steps(who, initial_lr, steps_per_epoch)
         self.initial_lr = initial_lr
         self.warmup_epochs = warmup_epochs
         self.momentum_correction = momentum_correction
@@ -192,9 +200,7 @@ class LearningRateWarmupCallback(RingCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if not self.distributed or self.warmup_epochs <= 0:
-            return
-        if epoch < self.warmup_epochs <= epoch + 1:
+        if self.distributed and epoch < self.warmup_epochs <= epoch + 1:
             if self._targets is not None:
                 # With several steps per execution the last batch was not seen by itself.
                 self._set(1.0)
@@ -206,8 +212,7 @@ class LearningRateWarmupCallback(RingCallback):
                     f"\nEpoch {epoch + 1}: finished learning rate warm-up to {shown}\n"
                 )
                 sys.stdout.flush()
-        if logs is not None:
-            logs["lr"] = learning_rate.current(self.model.optimizer)[0]
+        _log(logs, self.model.optimizer)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_end(logs)
@@ -248,6 +253,25 @@ class LearningRateWarmupCallback(RingCallback):
                     changed = True
         if changed:
             self.model.make_train_function(force=True)
+
+
+def _log(logs: dict[str, Any] | None, optimizer: Any) -> None:
+    rates = learning_rate.current(optimizer)
+    if logs is not None and rates:
+        logs["lr"] = rates[0]
+
+
+def require(holds: bool, who: str, argument: str, value: Any, wanted: str) -> None:
+    """Raise UsageError, naming the callback and its argument, unless the condition holds."""
+    if not holds:
+        raise UsageError(f"{who}({argument}={value!r}): expected {wanted}")
+
+
+def check_rate_and_steps(who: str, initial_lr: float | None, steps: int | None) -> None:
+    """Check what both callbacks accept."""
+    if initial_lr is not None:
+        require(0 <= initial_lr < float("inf"), who, "initial_lr", initial_lr, "0 or more")
+    require(steps is None or steps >= 1, who, "steps_per_epoch", steps, "1 or more")
 
 
 def steps_of(callback: RingCallback) -> int:

@@ -8,6 +8,7 @@ import keras
 
 from ringplug.backend import runtime
 from ringplug.backend.errors import UsageError
+from ringplug.keras.callbacks.base import check_root
 
 __all__ = ["BestModelCheckpoint", "RootOnly"]
 
@@ -25,6 +26,7 @@ class RootOnly(keras.callbacks.Callback):
 
     def __init__(self, callback: keras.callbacks.Callback, root_rank: int = 0) -> None:
         super().__init__()
+        check_root(type(self).__name__, root_rank)
         self.callback = callback
         self.active = runtime.current().world.rank == root_rank
         if self.active:

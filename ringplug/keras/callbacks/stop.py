@@ -47,6 +47,7 @@ class StopTogetherCallback(RingCallback):
         super().on_train_batch_begin(batch, logs)
         if self.every_batches and batch >= self._next and self.distributed:
             self._next = batch + self.every_batches
+            self.watch.mark(self._watched, "agreement whether to stop")
             self._agree()
             if self._agreed:
                 # Keras looks at the flag after this batch, on every rank.

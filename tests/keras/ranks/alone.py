@@ -68,6 +68,49 @@ def bad_arguments():
     )
 
 
+def bad_arguments_of_callbacks():
+    made = ring.callbacks
+    for kind, arguments, text in (
+        (made.LearningRateWarmupCallback, {"warmup_epochs": -1}, "warmup_epochs=-1"),
+        (made.LearningRateWarmupCallback, {"steps_per_epoch": 0}, "steps_per_epoch=0"),
+        (made.LearningRateWarmupCallback, {"initial_lr": -0.1}, "initial_lr=-0.1"),
+        (
+            made.LearningRateScheduleCallback,
+            {"initial_lr": 0.1, "multiplier": 1.0, "start_epoch": -1},
+            "start_epoch=-1",
+        ),
+        (
+            made.LearningRateScheduleCallback,
+            {"initial_lr": 0.1, "multiplier": 1.0, "start_epoch": 3, "end_epoch": 2},
+            "end_epoch=2",
+        ),
+        (made.BroadcastGlobalVariablesCallback, {"root_rank": -1}, "root_rank=-1"),
+    ):
+        task.assert_raises_everywhere(
+            ringplug.UsageError,
+            f"{kind.__name__}({text}",
+            lambda kind=kind, arguments=arguments: kind(**arguments),
+        )
+
+
+def learning_rates_are_in_the_history():
+    x, y = task.data()
+    model = task.make_model()
+    model.compile(ring.DistributedOptimizer(keras.optimizers.SGD(0.1)), "mse")
+    warmup = ring.callbacks.LearningRateWarmupCallback(warmup_epochs=1)
+    history = model.fit(x, y, epochs=2, verbose=0, callbacks=[warmup])
+    np.testing.assert_allclose(history.history["lr"], [0.1, 0.1], rtol=1e-6)
+
+
+def names_of_horovod():
+    optimizer = ring.DistributedOptimizer(keras.optimizers.SGD(), compression=ring.Compression.bf16)
+    assert optimizer.ringplug.options.compression == "bf16"
+    assert ring.broadcast_object({"a": 1}, 0) == {"a": 1}
+    assert ring.allgather_object("b") == ["b"]
+    for op in (ring.Min, ring.Max, ring.Product):
+        assert ring.allreduce(2.0, op=op) == 2.0
+
+
 def init_comes_first():
     ring.shutdown()
     assert not ring.is_initialized()
@@ -85,4 +128,7 @@ CHECKS = [
     same_bits_as_keras,
     prints_nothing_of_its_own,
     bad_arguments,
+    bad_arguments_of_callbacks,
+    learning_rates_are_in_the_history,
+    names_of_horovod,
 ]
