@@ -54,7 +54,7 @@ def test_without_a_launcher_there_is_one_rank(environ):
 def test_a_slurm_allocation_alone_starts_nothing(environ):
     environ(SLURM_PROCID=0, SLURM_NTASKS=4)
     assert environment().world_size() == 1
-    environ(SLURM_STEP_ID=0, SLURM_PROCID=2, SLURM_LOCALID=0, SLURM_NTASKS_PER_NODE=2)
+    environ(SLURM_STEP_ID=0, SLURM_PROCID=2, SLURM_LOCALID=0, SLURM_STEP_TASKS_PER_NODE=2)
     found = environment()
     assert (found.global_rank(), found.world_size(), found.node_rank()) == (2, 4, 1)
 
