@@ -387,6 +387,36 @@ def parameter_groups_added_later(rank, size):
     equal_on_all_ranks(both)
 
 
+class Interrupt(torch.autograd.Function):
+    """Raises in backward, as a lack of memory does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError
+
+
+@check
+def an_interrupted_backward_is_forgotten(rank, size):
+    model = network()
+    ring.broadcast_parameters(model.state_dict())
+    optimizer = ring.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1))
+    reference = network()
+    x, _ = data(0)
+    layers = list(model)
+    hidden = Interrupt.apply(nn.Sequential(*layers[:-1])(x))
+    with pytest.raises(MemoryError):
+        (layers[-1](hidden).sum() * 1000).backward()
+    optimizer.zero_grad()
+    train(model, optimizer, rank, size)
+    train(reference, torch.optim.SGD(reference.parameters(), 0.1))
+    same(model, reference)
+    equal_on_all_ranks(model)
+
+
 ring.init()
 run_checks(ring.rank(), ring.size())
 ring.shutdown()
