@@ -332,7 +332,7 @@ def ranks_with_different_numbers_of_batches(rank, size):
         def __iter__(self):
             return iter([rows()[i] for i in range(8 if rank else 16)])
 
-    with pytest.raises(MismatchError, match=r"rank.* 0.*: .*before batch 2 of epoch 0"):
+    with pytest.raises(MismatchError, match=r"rank.* 0.*: .*start of training batch 2 of epoch 0"):
         trainer().fit(Classifier(), DataLoader(Uneven(), batch_size=4))
     trainer(max_epochs=1).fit(Classifier(), loader())
 
