@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,32 +16,19 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 
-from ringplug.keras.xla_ffi import Body, Handler
+from ringplug.keras.xla_ffi import Handler, Targets
 
 __all__ = ["call", "probe", "register", "target_of"]
 
-_handlers: dict[str, Handler] = {}
-_numbers = itertools.count()
-_TARGET = "_ringplug_target"
 
-
-def register(body: Body) -> str:
-    """A new custom-call target that runs `body`; returns its name. It lives for ever."""
-    name = f"ringplug_{next(_numbers)}"
-    handler = Handler(body)
+def _announce(name: str, handler: Handler) -> None:
     capsule = jax.ffi.pycapsule(ctypes.c_void_p(handler.address))
     jax.ffi.register_ffi_target(name, capsule, platform="cpu", api_version=1)
-    _handlers[name] = handler
-    return name
 
 
-def target_of(owner: Any, body: Body) -> str:
-    """The target that runs `body`, made on the first call for this `owner`."""
-    target: str | None = getattr(owner, _TARGET, None)
-    if target is None:
-        target = register(body)
-        setattr(owner, _TARGET, target)
-    return target
+_targets = Targets(_announce)
+register = _targets.register
+target_of = _targets.target_of
 
 
 @functools.lru_cache(maxsize=1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,13 @@ import tensorflow as tf
 
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import UnavailableError
-from ringplug.keras.xla_ffi import Body, Handler, register_with_api
+from ringplug.keras.xla_ffi import Body, Handler, Targets, register_with_api
 
 __all__ = ["call", "probe", "register", "target_of"]
 
 _SYMBOL = "_ZN3xla3ffi12GetXlaFfiApiEv"  # xla::ffi::GetXlaFfiApi()
 _VERSION = 9
 _LAST = "_ringplug_last"
-_TARGET = "_ringplug_target"
 _TYPES = {
     "bool": "i1",
     "int8": "i8",
@@ -47,9 +45,6 @@ _TYPES = {
     "float8_e4m3fn": "f8E4M3FN",
 }
 
-_handlers: dict[str, Handler] = {}
-_numbers = itertools.count()
-
 
 @functools.lru_cache(maxsize=1)
 def _api() -> int:
@@ -65,22 +60,21 @@ def _api() -> int:
     raise UnavailableError("this TensorFlow does not export XLA's FFI table")
 
 
+def _announce(name: str, handler: Handler) -> None:
+    register_with_api(_api(), name, "Host", handler)
+
+
+_targets = Targets(_announce)
+
+
 def register(body: Body) -> str:
     """A new custom-call target that runs `body`; returns its name. It lives for ever."""
-    name = f"ringplug_{next(_numbers)}"
-    handler = Handler(_without_last(body))
-    register_with_api(_api(), name, "Host", handler)
-    _handlers[name] = handler
-    return name
+    return _targets.register(_without_last(body))
 
 
 def target_of(owner: Any, body: Body) -> str:
     """The target that runs `body`, made on the first call for this `owner`."""
-    target: str | None = getattr(owner, _TARGET, None)
-    if target is None:
-        target = register(body)
-        setattr(owner, _TARGET, target)
-    return target
+    return _targets.target_of(owner, _without_last(body))
 
 
 def _without_last(body: Body) -> Body:

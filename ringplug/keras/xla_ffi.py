@@ -10,6 +10,7 @@ XLA keeps compatible; the version check and the start-up probes of `step_jax` an
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -19,7 +20,7 @@ import numpy as np
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import UnavailableError
 
-__all__ = ["Body", "Handler", "register_with_api"]
+__all__ = ["Body", "Handler", "Targets", "register_with_api"]
 
 Body: TypeAlias = Callable[[Sequence[Array], Sequence[Array]], None]
 """What a handler runs: inputs and outputs as views of XLA's memory."""
@@ -243,3 +244,35 @@ def register_with_api(api_address: int, name: str, platform: str, handler: Handl
     )
     if api.register(ctypes.byref(args)):
         raise UnavailableError(f"XLA refuses the FFI target {name} for {platform}")
+
+
+class Targets:
+    """The custom-call targets of one framework; they live as long as the process.
+
+    Args:
+        announce: Tells the framework a new target's name and handler.
+    """
+
+    def __init__(self, announce: Callable[[str, Handler], None]) -> None:
+        self._announce = announce
+        self._handlers: dict[str, Handler] = {}
+        self._numbers = itertools.count()
+
+    def register(self, body: Body) -> str:
+        """A new custom-call target that runs `body`; returns its name. It lives for ever."""
+        name = f"ringplug_{next(self._numbers)}"
+        handler = Handler(body)
+        self._announce(name, handler)
+        self._handlers[name] = handler
+        return name
+
+    def target_of(self, owner: Any, body: Body) -> str:
+        """The target that runs `body`, made on the first call for this `owner`."""
+        target: str | None = getattr(owner, _TARGET, None)
+        if target is None:
+            target = self.register(body)
+            setattr(owner, _TARGET, target)
+        return target
+
+
+_TARGET = "_ringplug_target"
