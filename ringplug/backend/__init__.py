@@ -7,7 +7,8 @@ Rooms, in layer order; a module imports from lower layers or from its own room's
    ``buffers`` dtypes and reductions; ``adapters/`` framework tensors as arrays
 2. ``control/`` messages between ranks; ``transport/`` collectives on flat buffers (protocol and
    arithmetic); ``fusion`` what shares a bucket; ``compression/`` what the wire carries;
-   ``request`` and ``coordinator`` what named operations ask for, and what rank 0 makes of it
+   ``request`` and ``coordinator`` what named operations ask for, and what rank 0 makes of it;
+   ``xla_ffi`` XLA custom calls whose body is Python
 3. the implementations in ``transport/``
 4. ``lane`` operations in order on one transport
 5. ``plan`` the hot lane; ``named`` the named lane

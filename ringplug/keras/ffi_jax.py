@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 
-from ringplug.keras.xla_ffi import Handler, Targets
+from ringplug.backend.xla_ffi import Handler, Targets
 
 __all__ = ["call", "probe", "register", "target_of"]
 

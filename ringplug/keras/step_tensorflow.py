@@ -12,9 +12,9 @@ from ringplug.backend import runtime
 from ringplug.backend.adapters import view
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import UnavailableError, UsageError
-from ringplug.keras import ffi_tensorflow
-from ringplug.keras.aligned import aligned_empty
 from ringplug.keras.exchange import DenseExchange, SparseExchange
+from ringplug.tensorflow import ffi
+from ringplug.tensorflow.aligned import aligned_empty
 
 __all__ = [
     "densify",
@@ -67,11 +67,11 @@ def run(exchange: DenseExchange, tensors: Sequence[Any], variables: Sequence[Any
         for tensor, spec in zip(tensors, exchange.specs, strict=True)
     ]
     if _use_ffi():
-        target = ffi_tensorflow.target_of(exchange, exchange)
+        target = ffi.target_of(exchange, exchange)
         shapes = [
             (spec.shape, tensor.dtype) for spec, tensor in zip(exchange.specs, tensors, strict=True)
         ]
-        return ffi_tensorflow.call(target, tensors, shapes, alias=True)
+        return ffi.call(target, tensors, shapes, alias=True)
 
     def callback(*given: Any) -> list[Array]:
         # Tensors without dimensions come as numpy scalars.
@@ -141,8 +141,8 @@ def _gather_in_xla(exchange: SparseExchange, values: Any, indices: Any) -> list[
         )
     total = indices.shape[0] * runtime.current().world.size
     shapes = [((total, *exchange.row), values.dtype), ((total,), indices.dtype)]
-    target = ffi_tensorflow.target_of(exchange, exchange.into)
-    return ffi_tensorflow.call(target, [values, indices], shapes, alias=False)
+    target = ffi.target_of(exchange, exchange.into)
+    return ffi.call(target, [values, indices], shapes, alias=False)
 
 
 def _in_xla() -> bool:
@@ -166,7 +166,7 @@ def ffi_reason() -> str:
     """Why a program compiled by XLA cannot reach ringplug; "" if it can."""
     if runtime.current().config.keras_path == "callback":
         return "keras_path=callback was asked for, and XLA cannot compile host callbacks"
-    return ffi_tensorflow.probe()
+    return ffi.probe()
 
 
 def _require_ffi() -> None:

@@ -20,7 +20,7 @@ if BACKEND == "jax":
 else:
     import tensorflow as tf
 
-    from ringplug.keras import ffi_tensorflow as ffi
+    from ringplug.tensorflow import ffi
 
     def compiled(function):
         call = tf.function(function, jit_compile=True)

@@ -3,8 +3,8 @@
 A handler is a C function ``XLA_FFI_Error* handler(XLA_FFI_CallFrame*)``; ctypes makes one out
 of a Python function. It gets the raw addresses of XLA's buffers, so nothing is copied on the
 way to ringplug and back. The layout is that of ``xla/ffi/api/c_api.h``, version 0.x, which
-XLA keeps compatible; the version check and the start-up probes of `step_jax` and
-`step_tensorflow` guard against a day on which it does not.
+XLA keeps compatible; the version check and the start-up probes of
+the frameworks' modules guard against a day on which it does not.
 """
 
 from __future__ import annotations

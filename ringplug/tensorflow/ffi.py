@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import UnavailableError
-from ringplug.keras.xla_ffi import Body, Handler, Targets, register_with_api
+from ringplug.backend.xla_ffi import Body, Handler, Targets, register_with_api
 
 __all__ = ["call", "probe", "register", "target_of"]
 

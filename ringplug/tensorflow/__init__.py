@@ -1,0 +1,1 @@
+"""ringplug for TensorFlow 2."""
