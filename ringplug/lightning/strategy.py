@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from ringplug.backend import config, runtime
-from ringplug.backend.compression import get_compressor
 from ringplug.backend.errors import MismatchError, UnavailableError, UsageError
 from ringplug.lightning.environment import RingEnvironmentLogic
 from ringplug.lightning.keywords import check_keywords
@@ -20,6 +19,7 @@ from ringplug.lightning.termination import Termination
 from ringplug.lightning.trees import Tree
 from ringplug.torch import objects
 from ringplug.torch.comm_hooks import compress_hook
+from ringplug.torch.compression import CompressionChoice, wire_codec
 from ringplug.torch.process_group import RingProcessGroup
 from ringplug.torch.rendezvous import register
 
@@ -40,7 +40,8 @@ class RingStrategyLogic:
     ``Trainer(devices=N)`` restarts itself on N. Ranks and sizes are the communicator's.
 
     Args:
-        compression: What gradients are cast to on the wire: ``none``, ``fp16`` or ``bf16``.
+        compression: What gradients are cast to on the wire: ``none``, ``fp16`` or ``bf16``, or
+            that member of `ringplug.torch.Compression`.
             Sums are formed in float32. By default what ringplug's settings say, unless there is
             a `ddp_comm_hook`, which decides by itself.
         bucket_cap_mb: Size of DDP's gradient buckets in MiB.
@@ -81,7 +82,7 @@ class RingStrategyLogic:
 
     def __init__(
         self,
-        compression: str | None = None,
+        compression: CompressionChoice = None,
         bucket_cap_mb: int | None = None,
         overlap: bool = True,
         timeout: timedelta | float | None = None,
@@ -92,7 +93,8 @@ class RingStrategyLogic:
         **kwargs: Any,
     ) -> None:
         if compression is not None:
-            get_compressor(compression)
+            compress_hook(compression)
+        compression = wire_codec(compression)
         if compression not in (None, "none") and ddp_comm_hook is not None:
             raise UsageError("give either compression or ddp_comm_hook: both decide what is sent")
         check_keywords(

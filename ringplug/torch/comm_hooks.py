@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ringplug.backend.buffers import Buffer, ReduceOp
 from ringplug.backend.compression import Compressor, get_compressor
-from ringplug.backend.errors import UsageError
+from ringplug.backend.errors import ConfigError, UsageError
 from ringplug.backend.transport import Transport
 from ringplug.torch import collectives
 from ringplug.torch.collectives import Task
+from ringplug.torch.compression import CompressionChoice, user_compressor, wire_codec
 from ringplug.torch.process_group import RingProcessGroup
 from ringplug.torch.reductions import reduction
 from ringplug.torch.tensors import Flat, check_devices, describe
@@ -30,25 +31,31 @@ dist: Any = torch.distributed
 Hook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
-def compress_hook(compression: str) -> Hook:
+def compress_hook(compression: CompressionChoice) -> Hook:
     """A hook for ``DistributedDataParallel.register_comm_hook``.
 
     Args:
-        compression: ``bf16`` or ``fp16``; ``none`` sends gradients as they are. Sparse
-            gradients are gathered as they are in any case.
+        compression: ``bf16`` or ``fp16``, or the member of `Compression`; ``none`` and None send
+            gradients as they are. Sparse gradients are gathered as they are in any case.
 
     Returns:
         A hook whose state is the process group, a RingProcessGroup.
 
     Raises:
-        ConfigError: No such compression.
+        ConfigError: No such compression, or a user's own class, which DDP's buckets cannot be
+            given to.
     """
-    codec = get_compressor(compression)
+    if user_compressor(compression) is not None:
+        raise ConfigError(
+            f"compression={compression!r}: DDP's buckets take none, fp16 and bf16; put classes of "
+            "your own in a hook, ddp_comm_hook"
+        )
+    codec = get_compressor(wire_codec(compression) or "none")
 
     def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         group = dist.group.WORLD if state is None else state
         if not isinstance(group, RingProcessGroup):
-            raise UsageError(f"compression={compression} needs a process group with backend ring")
+            raise UsageError(f"compression={codec.name} needs a process group with backend ring")
         gradients = bucket.buffer()
         handle = group.start(
             "allreduce", lambda: _task(gradients, bucket.index(), codec, group.size()), later=True
