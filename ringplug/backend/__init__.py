@@ -4,7 +4,8 @@ Rooms, in layer order; a module imports from lower layers or from its own room's
 
 0. ``errors`` the error tree; ``config`` settings, the only reader of the environment; ``log``
 1. ``world`` who is here; ``handle`` one submitted operation; ``stall`` waiting with a deadline;
-   ``buffers`` dtypes and reductions; ``adapters/`` framework tensors as arrays
+   ``buffers`` dtypes and reductions; ``adapters/`` framework tensors as arrays; ``trace/`` the
+   timeline
 2. ``control/`` messages between ranks; ``transport/`` collectives on flat buffers (protocol and
    arithmetic); ``fusion`` what shares a bucket; ``compression/`` what the wire carries;
    ``request`` and ``coordinator`` what named operations ask for, and what rank 0 makes of it;
