@@ -20,10 +20,13 @@ import numpy as np
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import UnavailableError
 
-__all__ = ["Body", "Handler", "Targets", "register_with_api"]
+__all__ = ["Body", "CodeOf", "Handler", "Targets", "register_with_api"]
 
 Body: TypeAlias = Callable[[Sequence[Array], Sequence[Array]], None]
 """What a handler runs: inputs and outputs as views of XLA's memory."""
+
+CodeOf: TypeAlias = Callable[[BaseException], int]
+"""The error code for an exception."""
 
 _METADATA: Final = 1
 _EXECUTE: Final = 3
@@ -162,10 +165,15 @@ class Handler:
 
     Keep it alive for ever: XLA holds its address. `body` runs with the GIL on whichever
     thread executes the program; what it raises becomes an XLA error with its text.
+
+    Args:
+        body: What to run.
+        code_of: The error code for an exception, of those that XLA and TensorFlow share.
     """
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: Body, code_of: CodeOf) -> None:
         self._body = body
+        self._code_of = code_of
         self._function = _Function(self._call)
 
     @property
@@ -188,7 +196,7 @@ class Handler:
             self._body(_arrays(frame.args), _arrays(frame.rets))
         except BaseException as error:  # noqa: BLE001 - nothing may escape into C
             # The body has latched it for whoever can raise it.
-            return _error(frame.api.contents, error)
+            return _error(frame.api.contents, error, self._code_of(error))
         return None
 
 
@@ -211,9 +219,9 @@ def _arrays(values: _Values) -> list[Array]:
     return arrays
 
 
-def _error(api: _Api, error: BaseException) -> int | None:
+def _error(api: _Api, error: BaseException, code: int) -> int | None:
     text = f"{type(error).__name__}: {error}".encode(errors="replace")
-    args = _ErrorCreateArgs(ctypes.sizeof(_ErrorCreateArgs), None, text, _INTERNAL)
+    args = _ErrorCreateArgs(ctypes.sizeof(_ErrorCreateArgs), None, text, code)
     created: int | None = api.create_error(ctypes.byref(args))
     return created
 
@@ -251,17 +259,21 @@ class Targets:
 
     Args:
         announce: Tells the framework a new target's name and handler.
+        code_of: The error code for an exception; INTERNAL for all where none is given.
     """
 
-    def __init__(self, announce: Callable[[str, Handler], None]) -> None:
+    def __init__(
+        self, announce: Callable[[str, Handler], None], code_of: CodeOf = lambda error: _INTERNAL
+    ) -> None:
         self._announce = announce
+        self._code_of = code_of
         self._handlers: dict[str, Handler] = {}
         self._numbers = itertools.count()
 
     def register(self, body: Body) -> str:
         """A new custom-call target that runs `body`; returns its name. It lives for ever."""
         name = f"ringplug_{next(self._numbers)}"
-        handler = Handler(body)
+        handler = Handler(body, self._code_of)
         self._announce(name, handler)
         self._handlers[name] = handler
         return name

@@ -19,8 +19,9 @@ import tensorflow as tf
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import UnavailableError
 from ringplug.backend.xla_ffi import Body, Handler, Targets, register_with_api
+from ringplug.tensorflow.failures import code_of
 
-__all__ = ["call", "probe", "register", "target_of"]
+__all__ = ["call", "in_xla", "probe", "reachable", "register", "target_of"]
 
 _SYMBOL = "_ZN3xla3ffi12GetXlaFfiApiEv"  # xla::ffi::GetXlaFfiApi()
 _VERSION = 9
@@ -64,7 +65,7 @@ def _announce(name: str, handler: Handler) -> None:
     register_with_api(_api(), name, "Host", handler)
 
 
-_targets = Targets(_announce)
+_targets = Targets(_announce, code_of)
 
 
 def register(body: Body) -> str:
@@ -152,6 +153,22 @@ def _last_of(graph: Any) -> Any:
             return getattr(outer, _LAST)
         outer = getattr(outer, "outer_graph", None)
     return tf.zeros((), tf.float32)
+
+
+def in_xla() -> bool:
+    """Whether the graph being traced is going to be compiled by XLA."""
+    from tensorflow.python.ops import control_flow_util
+
+    graph = tf.compat.v1.get_default_graph()
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def reachable() -> bool:
+    """Whether this TensorFlow has what `register` needs; see `probe` for a thorough answer."""
+    try:
+        return bool(_api())
+    except UnavailableError:
+        return False
 
 
 @functools.lru_cache(maxsize=1)
