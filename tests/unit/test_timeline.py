@@ -74,6 +74,10 @@ def test_an_operation_has_horovods_events():
 
 def test_the_same_activity_goes_on():
     spans = Spans()
+    spans.tick(0, "w", "allreduce", 0)
+    count = len(spans.lines)
+    spans.activity(0, ["w", "unknown"], "QUEUE")
+    assert len(spans.lines) == count, "nothing has begun"
     spans.begin(1, "w", "allreduce", "float32", ())
     spans.activity(2, ["w"], "QUEUE")
     count = len(spans.lines)
@@ -257,6 +261,15 @@ def test_without_mark_cycles_there_are_none(tmp_path):
     assert "CYCLE_START" not in (tmp_path / "trace.json").read_text()
 
 
+def test_what_comes_last_is_written_at_the_end(tmp_path, monkeypatch):
+    path = tmp_path / "trace.json"
+    monkeypatch.setattr(Recording, "_work", lambda self: None)
+    recording = record(path)
+    whole_operation(recording)
+    recording.close()
+    assert len(story(read(path), "allreduce.w")) == 10
+
+
 def test_threads_record_in_an_order_that_time_has(tmp_path):
     path = tmp_path / "trace.json"
     recording = record(path)
@@ -316,8 +329,10 @@ def test_what_does_not_fit_is_counted_and_nobody_waits(tmp_path, monkeypatch):
     recording = record(path, capacity=60)
     whole_operation(recording)
     assert stop.wait(20)
+    recording.begin("lost", "allreduce", "float32", ())
     for _ in range(20):
         whole_operation(recording)
+    recording.end(["lost"])
     assert len(recording._entries) == 60
     go_on.set()
     wait_for(lambda: not recording._entries and not recording._dropped)
@@ -325,10 +340,11 @@ def test_what_does_not_fit_is_counted_and_nobody_waits(tmp_path, monkeypatch):
     recording.close()
     events = read(path)
     check_spans(events)
-    assert [e["args"]["count"] for e in events if e.get("name") == "DROPPED_EVENTS"] == [
-        20 * 6 - 60
-    ]
+    (at,) = [at for at, e in enumerate(events) if e.get("name") == "DROPPED_EVENTS"]
+    assert events[at]["args"]["count"] == 1 + 20 * 6 + 1 - 60
     assert story(events, "allreduce.w").count("ALLREDUCE") == 1 + 10 + 1
+    # What is known no longer is not shown as going on.
+    check_spans(events[:at])
 
 
 def test_a_long_recording_keeps_the_last_files(tmp_path):
