@@ -26,6 +26,8 @@ __all__ = [
     "check_reducible",
     "convert",
     "fold",
+    "is_floating",
+    "neutral_array",
     "scale_into",
     "split_evenly",
 ]
@@ -45,6 +47,7 @@ class ReduceOp(IntEnum):
 
     AVERAGE = 0
     SUM = 1
+    ADASUM = 2
     MIN = 3
     MAX = 4
     PRODUCT = 5
@@ -76,6 +79,8 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
         raise UsageError(
             "AVERAGE of bool values has no bool result: use SUM (any), MIN (all), or convert"
         )
+    if op is ReduceOp.ADASUM and not (is_floating(dtype) and dtype.kind != "c"):
+        raise UsageError(f"ADASUM works on real floats, not on {dtype}")
     if dtype.kind == "c" and op in (ReduceOp.MIN, ReduceOp.MAX):
         raise UsageError(f"{op.name} of {dtype} values: complex numbers have no order")
     if op in (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR) and is_floating(dtype):
@@ -95,6 +100,25 @@ def accumulator(dtype: np.dtype[Any], factor: float = 1.0) -> np.dtype[Any]:
     if factor != 1.0 and dtype.kind in "iu":
         return np.dtype(np.int64 if dtype.kind == "i" else np.uint64)
     return dtype
+
+
+def neutral_array(shape: Sequence[int], dtype: np.dtype[Any], op: ReduceOp) -> Array:
+    """Values that leave unchanged what they are reduced with."""
+    value: Any = 0
+    if op is ReduceOp.PRODUCT:
+        value = 1
+    elif op in (ReduceOp.MIN, ReduceOp.MAX):
+        lowest = op is ReduceOp.MAX
+        if dtype.kind == "b":
+            value = not lowest
+        elif dtype.kind in "iu":
+            limits = np.iinfo(dtype)
+            value = limits.min if lowest else limits.max
+        else:
+            value = -np.inf if lowest else np.inf
+    elif op is ReduceOp.BAND:
+        value = True if dtype.kind == "b" else ~dtype.type(0)
+    return np.full(shape, value, dtype)
 
 
 def as_bytes(buffer: Buffer) -> Buffer:

@@ -10,13 +10,21 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ringplug.backend import horovod
 from ringplug.backend.errors import ConfigError
+from ringplug.backend.parsing import (
+    name_or,
+    one_of,
+    optional_int,
+    parse_bool,
+    positive_bytes,
+    positive_seconds,
+)
 
 __all__ = [
     "Config",
@@ -29,77 +37,32 @@ __all__ = [
     "forwarded_names",
     "job_directory",
     "launched",
-    "parse_bool",
-    "parse_bytes",
-    "parse_seconds",
     "set_default_threads",
     "variable",
 ]
 
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_TIMES = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-
-
-def parse_bool(text: str) -> bool:
-    """``1/true/yes/on`` or ``0/false/no/off``."""
-    word = text.strip().lower()
-    if word in ("1", "true", "yes", "on"):
-        return True
-    if word in ("0", "false", "no", "off", ""):
-        return False
-    raise ValueError("expected one of 1/true/yes/on or 0/false/no/off")
-
-
-def parse_bytes(text: str | int) -> int:
-    """Bytes, from an integer or from text such as ``64MiB`` or ``1GB``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?)b?\s*", str(text).lower())
-    if match is None or match[2] not in _UNITS:
-        raise ValueError("expected a size such as 65536, 64MiB or 1GB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def parse_seconds(text: str | float) -> float:
-    """Seconds, from a number or from text such as ``30s``, ``500ms`` or ``10m``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", str(text).lower())
-    if match is None or match[2] not in _TIMES:
-        raise ValueError("expected a time such as 30, 30s, 500ms or 10m")
-    return float(match[1]) * _TIMES[match[2]]
-
-
-def _positive_seconds(text: str | float) -> float:
-    seconds = parse_seconds(text)
-    if seconds <= 0:
-        raise ValueError("expected more than 0 seconds")
-    return seconds
-
-
-def _positive_bytes(text: str | int) -> int:
-    size = parse_bytes(text)
-    if size <= 0:
-        raise ValueError("expected more than 0 bytes")
-    return size
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        word = str(text).strip().lower()
-        if word not in words:
-            raise ValueError("expected one of " + ", ".join(words))
-        return word
-
-    return parse
-
-
-def _optional_int(text: str) -> int | None:
-    return int(text) if str(text).strip() else None
-
 
 def _setting(
-    default: Any, parse: Callable[[Any], Any], doc: str, horovod: str = "", zero: Any = None
+    default: Any,
+    parse: Callable[[Any], Any],
+    doc: str,
+    horovod: str = "",
+    zero: Any = None,
+    invert: bool = False,
 ) -> Any:
-    """A field of Config; `zero` is what Horovod's variable means when it is 0."""
+    """A field of Config.
+
+    `zero` is what Horovod's variable means when it is 0; with `invert` it says the contrary.
+    """
     return dataclasses.field(
-        default=default, metadata={"parse": parse, "doc": doc, "horovod": horovod, "zero": zero}
+        default=default,
+        metadata={
+            "parse": parse,
+            "doc": doc,
+            "horovod": horovod,
+            "zero": zero,
+            "invert": invert,
+        },
     )
 
 
@@ -109,79 +72,106 @@ class Config:
 
     control: str = _setting(
         "auto",
-        _one_of("auto", "mpi", "alone"),
+        one_of("auto", "mpi", "alone"),
         "Control plane: `mpi`, `alone` (a world of one), or `auto`: `mpi` when a launcher "
         "started this process, else `alone`.",
     )
-    transport: str = _setting(
+    transport: Any = _setting(  # noqa: RUF009 - frozen, as the others
         "auto",
-        _one_of("auto", "alone", "shared_memory", "ring", "hierarchical"),
+        name_or(("auto", "alone", "shared_memory", "ring", "hierarchical"), "__call__"),
         "Data plane for CPU tensors. `auto`: `shared_memory` on one host, `hierarchical` where "
-        "hosts have several ranks, else `ring`.",
+        "hosts have several ranks, else `ring`. In `init` also a class or function of your own "
+        "that makes a transport.",
     )
     timeout: float = _setting(
         1800.0,
-        _positive_seconds,
+        positive_seconds,
         "Deadline of every wait for other ranks; when it passes, StalledError names them.",
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
         zero=1800.0,
     )
     stall_warning: float = _setting(
         60.0,
-        _positive_seconds,
+        positive_seconds,
         "Time after which a wait for other ranks is logged, with their names.",
         "HOROVOD_STALL_CHECK_TIME_SECONDS",
         zero=60.0,
     )
     start_timeout: float = _setting(
         120.0,
-        _positive_seconds,
+        positive_seconds,
         "Deadline for all ranks to reach init().",
         "HOROVOD_START_TIMEOUT",
         zero=120.0,
     )
     fusion_bytes: int = _setting(
         64 * 2**20,
-        _positive_bytes,
+        positive_bytes,
         "Size of a bucket of fused tensors.",
         "HOROVOD_FUSION_THRESHOLD",
         zero=2**20,
     )
     first_bucket_bytes: int = _setting(
         2**20,
-        _positive_bytes,
+        positive_bytes,
         "Size of the first bucket of a plan, small so that traffic starts early.",
     )
     segment_bytes: int = _setting(
         2**20,
-        _positive_bytes,
+        positive_bytes,
         "Size of the pieces in which a ring sends its share, several in flight.",
     )
     staging_bytes: int = _setting(
         2**19,
-        _positive_bytes,
+        positive_bytes,
         "Size of the pieces in which ordinary memory passes through shared memory.",
     )
-    compression: str = _setting(
+    compression: Any = _setting(  # noqa: RUF009 - frozen, as the others
         "none",
-        _one_of("none", "fp16", "bf16"),
-        "What gradients are cast to on the wire, where the frontend is not told.",
+        name_or(("none", "fp16", "bf16"), "wire_dtype", "encode", "decode"),
+        "What gradients are cast to on the wire, where the frontend is not told: `none`, `fp16`, "
+        "`bf16`, or in `init` a compressor object of your own.",
+    )
+    dynamic_process_sets: bool = _setting(
+        False,
+        parse_bool,
+        "Whether process sets may be added and removed after init().",
+        "HOROVOD_DYNAMIC_PROCESS_SETS",
+    )
+    group_fusion: bool = _setting(
+        True,
+        parse_bool,
+        "Whether grouped operations may share a buffer with others.",
+        "HOROVOD_DISABLE_GROUP_FUSION",
+        invert=True,
+    )
+    timeline: str = _setting(
+        "",
+        str,
+        "File for a Chrome trace of what rank 0 sees; `DYNAMIC` waits for start_timeline().",
+        "HOROVOD_TIMELINE",
+    )
+    timeline_mark_cycles: bool = _setting(
+        False,
+        parse_bool,
+        "Whether the timeline marks each round of agreement.",
+        "HOROVOD_TIMELINE_MARK_CYCLES",
     )
     keras_path: str = _setting(
         "auto",
-        _one_of("auto", "ffi", "callback"),
+        one_of("auto", "ffi", "callback"),
         "How a compiled Keras step reaches ringplug: `ffi` (an XLA custom call), `callback` "
         "(a host callback of the framework), or `auto`: `ffi` where its start-up probe passes.",
     )
     log_level: str = _setting(
         "",
-        _one_of("", "trace", "debug", "info", "warning", "error", "fatal"),
+        one_of("", "trace", "debug", "info", "warning", "error", "fatal"),
         "Show ringplug's log from this level up on standard error.",
         "HOROVOD_LOG_LEVEL",
     )
     expected_size: int | None = _setting(
         None,
-        _optional_int,
+        optional_int,
         "World size that the launcher started; init() refuses another one. Set by ringrun.",
     )
     host_id: str = _setting(
@@ -204,22 +194,26 @@ class Config:
             raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
-            own, horovod = variable(field.name), field.metadata["horovod"]
+            own, peer = variable(field.name), field.metadata["horovod"]
             if arguments.get(field.name) is not None:
                 source, raw = f"argument {field.name}", arguments[field.name]
             elif own in env:
                 source, raw = own, env[own]
-            elif horovod and horovod in env:
-                source, raw = horovod, env[horovod]
+            elif peer and peer in env:
+                source, raw = peer, env[peer]
                 if raw.strip() in ("0", "0.0") and field.metadata["zero"] is not None:
                     raw = field.metadata["zero"]
-                    _warn_once(f"{horovod}=0 has no equal here and is taken as {raw}")
+                    _warn_once(f"{peer}=0 has no equal here and is taken as {raw}")
             else:
                 continue
             try:
                 values[field.name] = field.metadata["parse"](raw)
+                if source == peer and field.metadata["invert"]:
+                    values[field.name] = not values[field.name]
             except (ValueError, TypeError) as error:
                 raise ConfigError(f"{source}={raw!r}: {error}") from None
+        if parse_bool(env.get(_NO_STALL_CHECK, "")):
+            values.setdefault("stall_warning", float("inf"))
         _warn_unknown(env)
         return cls(**values)
 
@@ -228,6 +222,8 @@ def variable(field: str) -> str:
     """The environment variable of a setting."""
     return f"RINGPLUG_{field.upper()}"
 
+
+_NO_STALL_CHECK = "HOROVOD_STALL_CHECK_DISABLE"
 
 _warned: set[str] = set()
 
@@ -239,10 +235,17 @@ def _warn_once(text: str) -> None:
 
 
 def _warn_unknown(env: Mapping[str, str]) -> None:
-    known = [variable(field.name) for field in dataclasses.fields(Config)] + [_OWNER]
+    fields = dataclasses.fields(Config)
+    known = [variable(field.name) for field in fields] + [_OWNER]
+    honoured = {field.metadata["horovod"] for field in fields} | {_NO_STALL_CHECK}
     for name in env:
-        if name == JOB or name in known or name in _warned:
+        if name == JOB or name in known or name in honoured or name in _warned:
             continue
+        if name.startswith("HOROVOD_"):
+            _warned.add(name)
+            why = horovod.why_ignored(name, env[name])
+            if why:
+                warnings.warn(f"{name} has no effect in ringplug: {why}", stacklevel=3)
         if name.startswith("RINGPLUG_"):
             _warned.add(name)
             near = difflib.get_close_matches(name, known, n=1)

@@ -5,12 +5,17 @@ RingplugError
 ├── UnavailableError     nothing fits here: every candidate with its reason
 ├── NotInitializedError  a call before init() or after shutdown()  (a ValueError too)
 ├── UsageError           a call or a tensor that cannot work       (a ValueError too)
-├── MismatchError        ranks disagree: the same text on every rank
+│   └── NotSupportedError   ... yet                                (a NotImplementedError too)
 ├── NotReducedError      a training step whose gradients were not averaged
-└── RecoverableError     training can go on after the group is rebuilt
-    ├── PeerLostError    a rank has ended:          .ranks
-    ├── StalledError     a rank did not come in time: .what .absent .seconds
-    └── TransportError   the library below failed, raised ``from`` its own error
+└── CollectiveError      a collective failed, here and on the other ranks
+    ├── MismatchError    ranks disagree: the same text on every rank
+    ├── ShutDownError    shutdown() came first                     (a NotInitializedError too)
+    └── RecoverableError training can go on after the group is rebuilt
+        ├── PeerLostError    a rank has ended:          .ranks
+        ├── StalledError     a rank did not come in time: .what .absent .seconds
+        └── TransportError   the library below failed, raised ``from`` its own error
+
+Horovod's `HorovodInternalError` is CollectiveError; its `HostsUpdatedInterrupt` is here too.
 """
 
 from __future__ import annotations
@@ -18,13 +23,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 __all__ = [
+    "CollectiveError",
     "ConfigError",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
     "MismatchError",
     "NotInitializedError",
     "NotReducedError",
+    "NotSupportedError",
     "PeerLostError",
     "RecoverableError",
     "RingplugError",
+    "ShutDownError",
     "StalledError",
     "TransportError",
     "UnavailableError",
@@ -52,15 +62,30 @@ class UsageError(RingplugError, ValueError):
     """A call or an argument that cannot work, whatever the other ranks do."""
 
 
-class MismatchError(RingplugError):
-    """Ranks passed different things to one collective; raised on every rank with both sides."""
+class NotSupportedError(UsageError, NotImplementedError):
+    """A combination that Horovod or TensorFlow calls not implemented."""
 
 
 class NotReducedError(RingplugError):
     """A training step updated weights with gradients that were not averaged over the ranks."""
 
 
-class RecoverableError(RingplugError):
+class CollectiveError(RingplugError):
+    """A collective failed, on this rank and on the others that took part."""
+
+
+HorovodInternalError = CollectiveError
+
+
+class MismatchError(CollectiveError):
+    """Ranks passed different things to one collective; raised on every rank with both sides."""
+
+
+class ShutDownError(NotInitializedError, CollectiveError):
+    """An operation was under way when this rank called `ringplug.shutdown()`."""
+
+
+class RecoverableError(CollectiveError):
     """The group of ranks is broken, the process is not: training can go on in a new group."""
 
 
@@ -86,3 +111,15 @@ class StalledError(RecoverableError):
 
 class TransportError(RecoverableError):
     """The communication library below reported a failure."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Hosts came or went while an elastic job trains; raised between steps.
+
+    Args:
+        skip_sync: Whether the state need not be broadcast, because ranks only left.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of this job have changed")
+        self.skip_sync = skip_sync

@@ -8,6 +8,7 @@ so that ranks that ask in the same order communicate in the same order.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from ringplug.backend.errors import (
     TransportError,
 )
 from ringplug.backend.handle import Handle
-from ringplug.backend.transport import Transport
+from ringplug.backend.transport import JOINED, Transport
 
 __all__ = ["Lane"]
 
@@ -51,6 +52,8 @@ class Lane:
         self._worker: threading.Thread | None = None
         self._broken: RecoverableError | None = None
         self._closed = False
+        # Weak: a plan registers a method of its own.
+        self._partners: dict[int, weakref.WeakMethod[Callable[[Transport], object]]] = {}
 
     def run(self, job: Callable[[Transport], T], name: str) -> T:
         """Run `job` on this thread, after everything that was submitted before it.
@@ -89,6 +92,40 @@ class Lane:
             self._wakeup.notify()
         return handle
 
+    def partner(self, signature: int, job: Callable[[Transport], object]) -> None:
+        """What this rank does in operations of that signature once it has joined.
+
+        Args:
+            signature: What the others give to `Transport.agree`.
+            job: A bound method; called after the agreement, it must take part in all that
+                follows. Forgotten with its object.
+        """
+        self._partners[signature] = weakref.WeakMethod(job)
+
+    def follow(self, name: str) -> bool:
+        """As a rank that has joined, take part in the next operation that begins by agreeing.
+
+        Returns:
+            Whether there was one; False when all ranks have joined.
+        """
+
+        def job(transport: Transport) -> bool:
+            signature = transport.agree(JOINED, name)
+            if signature == JOINED:
+                return False
+            partner = self._partners.get(signature)
+            part = None if partner is None else partner()
+            if part is None:
+                # Breaks the lane, on all ranks.
+                raise TransportError(
+                    "this rank has joined, and cannot take part in what the others do: it has "
+                    "no optimizer with the same parameters"
+                )
+            part(transport)
+            return True
+
+        return self.run(job, name)
+
     def close(self) -> None:
         """Refuse further operations and release the transport. Waits for nobody."""
         with self._wakeup:
@@ -103,7 +140,7 @@ class Lane:
         """End the lane on every rank: this one can no longer take part as it should."""
         self._break(TransportError(reason))
 
-    def join(self, timeout: float) -> bool:
+    def ended(self, timeout: float) -> bool:
         """After `close`, wait for the operation that is under way; whether none is any more."""
         if self._worker is not None:
             self._worker.join(timeout)

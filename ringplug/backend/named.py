@@ -15,27 +15,27 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
-
-from ringplug.backend.buffers import Array, Buffer, ReduceOp, scale_into
+from ringplug.backend.compression import Compressor, get_compressor
 from ringplug.backend.config import Config
 from ringplug.backend.control import Control
-from ringplug.backend.coordinator import MOST_KNOWN, Answer, Coordinator
+from ringplug.backend.coordinator import MOST_KNOWN, Answer, Coordinator, memorable
 from ringplug.backend.errors import (
     MismatchError,
     NotInitializedError,
     PeerLostError,
     RingplugError,
+    ShutDownError,
     StalledError,
     UsageError,
 )
+from ringplug.backend.execution import Work, execute, neutral
 from ringplug.backend.handle import Handle
 from ringplug.backend.lane import Lane
 from ringplug.backend.log import get_logger
 from ringplug.backend.request import Request, fusable
 from ringplug.backend.stall import name_ranks
-from ringplug.backend.transport import Transport
 
 __all__ = ["NamedLane"]
 
@@ -49,10 +49,13 @@ _GRACE = 5.0
 
 @dataclass(slots=True)
 class _Pending:
-    request: Request
-    array: Array
+    work: Work
     handle: Handle
     since: float
+
+    @property
+    def request(self) -> Request:
+        return self.work.request
 
 
 class NamedLane:
@@ -82,24 +85,51 @@ class NamedLane:
         self._next_check = 0.0
         self._left_at: dict[int, float] = {}
         self._withdrawn: set[str] = set()
-        self._coordinator = Coordinator(self._size) if self._rank == 0 else None
+        self._origin = control.world.origin
+        self._coordinator = Coordinator(self._origin) if self._rank == 0 else None
+        self._unnamed = 0
 
-    def submit(self, request: Request, array: Array, background: bool) -> Handle:
+    def next_name(self) -> str:
+        """A name for an operation without one: ranks count them."""
+        with self._lock:
+            self._unnamed += 1
+            return f"unnamed.{self._unnamed}"
+
+    def join(self) -> Handle:
+        """Announce that this rank takes part in nothing more until all ranks have joined.
+
+        It contributes neutral values to what the others reduce.
+
+        Returns:
+            A handle whose result is the rank that came last.
+        """
+        with self._lock:
+            request = Request("join", "join", numbers=(self._unnamed,))
+        return self.submit(Work(request, []), background=True)
+
+    def touch(self, handle: Handle) -> None:
+        """Begin the deadline of an operation anew: the others are seen to be at work."""
+        with self._lock:
+            if handle.name in self._pending:
+                self._pending[handle.name].since = time.monotonic()
+
+    def submit(self, work: Work, background: bool) -> Handle:
         """Announce one operation.
 
         Args:
-            request: What this rank asks for.
-            array: Its contiguous input; must not change until the handle is done.
+            work: What this rank asks for, and its data, which must not change until the handle
+                is done.
             background: Whether the worker thread must make progress because the caller does
                 not wait right away.
 
         Returns:
-            A handle whose result is a new array.
+            A handle whose result is a list of arrays: `work.targets` or new ones.
 
         Raises:
             UsageError: An operation of that name is still pending on this rank.
             NotInitializedError: ringplug was shut down.
         """
+        request = work.request
         handle = Handle(request.name)
         earlier = self._pending.get(request.name)
         if earlier is not None and earlier.request.refused:
@@ -114,7 +144,7 @@ class NamedLane:
                     f"{request.name} is already pending on this rank: give each operation in "
                     "flight a name of its own, or wait for the first"
                 )
-            self._pending[request.name] = _Pending(request, array, handle, time.monotonic())
+            self._pending[request.name] = _Pending(work, handle, time.monotonic())
             self._fresh.append(request)
             if background:
                 self._unwatched += 1
@@ -122,7 +152,7 @@ class NamedLane:
                 self._wakeup.notify()
         return handle
 
-    def wait(self, handle: Handle) -> Array:
+    def wait(self, handle: Handle) -> Any:
         """The handle's result; this thread communicates until it is there."""
         pauses = 0
         while not handle.done():
@@ -136,7 +166,7 @@ class NamedLane:
                 pauses += 1
             if pauses > _SPINS:
                 time.sleep(min(20e-6 * (1 + pauses - _SPINS), 1e-3))
-        return handle.wait()  # type: ignore[no-any-return]
+        return handle.wait()
 
     def close(self) -> None:
         """Fail what is pending, tell the others, wait for nobody."""
@@ -147,11 +177,11 @@ class NamedLane:
             pending, self._pending = list(self._pending.values()), {}
             self._wakeup.notify_all()
         for item in pending:
-            item.handle.fail(NotInitializedError(f"{item.request.name}: ringplug was shut down"))
+            item.handle.fail(ShutDownError(f"{item.request.name}: ringplug was shut down"))
         self._control.leave()
         self._lane.close()
 
-    def join(self, timeout: float) -> bool:
+    def ended(self, timeout: float) -> bool:
         """After `close`, wait for the worker's last operation; whether it has ended."""
         if self._worker is not None:
             self._worker.join(timeout)
@@ -203,7 +233,7 @@ class NamedLane:
             for request in fresh:
                 self._coordinator.enter(0, request)
             return True
-        entries: list[str | int] = []
+        entries: list[Any] = []
         for request in fresh:
             number = self._announced.get(request)
             if number is not None:
@@ -211,7 +241,7 @@ class NamedLane:
                 entries.append(number)
                 continue
             entries.append(request.encode())
-            if not request.name.startswith("unnamed.") and len(self._announced) < MOST_KNOWN:
+            if memorable(request) and len(self._announced) < MOST_KNOWN:
                 self._announced[request] = len(self._announced)
         self._control.post(0, json.dumps(entries).encode())
         return True
@@ -244,9 +274,9 @@ class NamedLane:
         return bool(answers or addressed)
 
     def _carry_out(self, answers: Sequence[Answer]) -> None:
-        batch: list[tuple[_Pending, list[int]]] = []
+        batch: list[_Pending] = []
         nbytes = 0
-        for name, kind, text, numbers in answers:
+        for name, kind, text, numbers, shown in answers:
             if name in self._withdrawn:
                 # About the request that was withdrawn, not about a later one of that name.
                 if kind == "withdrawn":
@@ -258,32 +288,50 @@ class NamedLane:
             with self._lock:
                 item = self._pending.pop(name, None)
             if item is None:
-                continue
+                if shown is None or kind:
+                    continue
+                item = self._stand_in(Request.decode(shown))
             if kind:
                 item.handle.fail(_error(kind, f"{name}: {text}", numbers))
                 continue
-            fits = batch and fusable(batch[-1][0].request, item.request)
-            if batch and not (fits and nbytes + item.array.nbytes <= self._config.fusion_bytes):
+            if item.request.kind == "join":
+                self._unnamed = max(self._unnamed, numbers[1])
+                item.handle.finish(numbers[0])
+                continue
+            item.work.numbers = numbers
+            fits = batch and self._fusable(batch[-1].request, item.request)
+            if batch and not (fits and nbytes + item.work.nbytes <= self._config.fusion_bytes):
                 self._run(batch)
                 batch, nbytes = [], 0
-            batch.append((item, numbers))
-            nbytes += item.array.nbytes
+            batch.append(item)
+            nbytes += item.work.nbytes
         if batch:
             self._run(batch)
 
-    def _run(self, batch: Sequence[tuple[_Pending, list[int]]]) -> None:
-        items = [item for item, _ in batch]
+    def _fusable(self, one: Request, other: Request) -> bool:
+        grouped = len(one.shapes) > 1 or len(other.shapes) > 1
+        return fusable(one, other) and (self._config.group_fusion or not grouped)
+
+    def _stand_in(self, request: Request) -> _Pending:
+        """This rank has joined: what it contributes to an operation of the others."""
+        with self._lock:
+            for item in self._pending.values():
+                item.since = time.monotonic()
+        own = self._config.compression
+        codec: str | Compressor = request.codec
+        if not isinstance(own, str) and own.name == codec:
+            codec = own
+        return _Pending(neutral(request, get_compressor(codec)), Handle(request.name), 0.0)
+
+    def _run(self, batch: Sequence[_Pending]) -> None:
+        works = [item.work for item in batch]
         try:
-            if items[0].request.kind == "allreduce":
-                results = self._lane.run(lambda t: _allreduce(t, items), items[0].request.name)
-            else:
-                (only, sizes), *_ = batch
-                results = [self._lane.run(lambda t: _other(t, only, sizes), only.request.name)]
+            results = self._lane.run(lambda t: execute(t, works), works[0].request.name)
         except BaseException as error:
-            for item in items:
+            for item in batch:
                 item.handle.fail(error)
             raise
-        for item, result in zip(items, results, strict=True):
+        for item, result in zip(batch, results, strict=True):
             item.handle.finish(result)
 
     # -- time and failure
@@ -297,21 +345,23 @@ class NamedLane:
                 since = {name: item.since for name, item in self._pending.items()}
             for name, started in since.items():
                 absent = self._coordinator.absent(name)
-                lost = sorted(departed.intersection(absent))
+                called = self._called(absent)
+                lost = self._called(sorted(departed.intersection(absent)))
                 if lost:
                     self._coordinator.give_up(name, "lost", f"{name_ranks(lost)} left", lost)
                 elif now - started > self._config.timeout:
                     self._coordinator.give_up(
                         name,
                         "stalled",
-                        f"{name_ranks(absent)} did not submit it within {self._config.timeout:g} s",
-                        absent,
+                        f"{name_ranks(called)} did not submit it within {self._config.timeout:g} s",
+                        called,
                     )
                 elif now - started > self._config.stall_warning:
                     self._coordinator.warn(name, absent, now - started)
             return
+        first = self._origin[0]
         if 0 in departed:
-            raise PeerLostError("rank 0, which orders the operations, left the job", [0])
+            raise PeerLostError(f"rank {first}, which orders the operations, left", [first])
         with self._lock:
             limit = now - self._config.timeout - _GRACE
             late = [item for item in self._pending.values() if item.since < limit]
@@ -322,9 +372,12 @@ class NamedLane:
             name = item.request.name
             self._withdrawn.add(name)
             self._control.post(0, json.dumps([{"withdraw": name}]).encode())
-            text = f"{name}: rank 0 did not submit it within {self._config.timeout:g} s"
+            text = f"{name}: rank {first} did not submit it within {self._config.timeout:g} s"
             seconds = now - item.since
-            item.handle.fail(StalledError(text, name, absent=[0], seconds=seconds))
+            item.handle.fail(StalledError(text, name, absent=[first], seconds=seconds))
+
+    def _called(self, ranks: Sequence[int]) -> list[int]:
+        return [self._origin[rank] for rank in ranks]
 
     def _gone(self, now: float) -> set[int]:
         """Ranks that left long enough ago for what they sent before to have arrived."""
@@ -344,36 +397,3 @@ def _error(kind: str, text: str, ranks: Sequence[int]) -> RingplugError:
     if kind == "mismatch":
         return MismatchError(text)
     return PeerLostError(text, ranks) if kind == "lost" else StalledError(text, absent=ranks)
-
-
-def _allreduce(transport: Transport, items: Sequence[_Pending]) -> list[Array]:
-    request = items[0].request
-    op = ReduceOp[request.op]
-    factor = request.postscale / transport.size if op is ReduceOp.AVERAGE else request.postscale
-    fused = np.empty(sum(item.array.size for item in items), items[0].array.dtype)
-    at = 0
-    parts: list[Buffer] = []
-    for item in items:
-        part = fused[at : at + item.array.size]
-        scale_into(item.array.reshape(-1), request.prescale, part)
-        parts.append(part)
-        at += item.array.size
-    transport.allreduce(fused, op, factor)
-    if len(items) == 1:
-        return [fused.reshape(items[0].array.shape)]
-    return [part.copy().reshape(item.array.shape) for part, item in zip(parts, items, strict=True)]
-
-
-def _other(transport: Transport, item: _Pending, sizes: Sequence[int]) -> Array:
-    request, array = item.request, item.array
-    if request.kind == "allgather":
-        row = int(np.prod(array.shape[1:], dtype=np.int64))
-        out = np.empty((sum(sizes), *array.shape[1:]), array.dtype)
-        transport.allgather(array.reshape(-1), out.reshape(-1), [size * row for size in sizes])
-        return out
-    if request.kind == "broadcast":
-        out = array.copy()
-        transport.broadcast(out.reshape(-1), request.root)
-        return out
-    transport.barrier()
-    return array

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ringplug.backend.buffers import Array, Buffer, ReduceOp, check_reducible
+from ringplug.backend.buffers import Array, Buffer, ReduceOp, check_reducible, neutral_array
 from ringplug.backend.compression import Compressor
 from ringplug.backend.config import Config
 from ringplug.backend.errors import UsageError
@@ -62,6 +62,13 @@ class Plan:
         self._layout: dict[tuple[int, int, int], list[tuple[int, slice, slice]]] = {}
         self._members = [{slot.index for slot in bucket.slots} for bucket in self.buckets]
         self._begin()
+        lane.partner(self._signature, self._follow)
+
+    def _follow(self, transport: Transport) -> None:
+        """This rank has joined: it contributes neutral values to a step of the others."""
+        flat = [neutral_array(spec.shape, spec.dtype, self._op).reshape(-1) for spec in self.specs]
+        for number in range(len(self.buckets)):
+            self._reduce(transport, number, flat, flat)
 
     # -- everything at once
 

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import itertools
 import json
 import multiprocessing
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 from ringplug.backend import config as settings_module
-from ringplug.backend import log
+from ringplug.backend import hooks, log
 from ringplug.backend.buffers import ReduceOp
 from ringplug.backend.compression import Compressor, get_compressor
 from ringplug.backend.config import Config
 from ringplug.backend.control import Control, open_control
 from ringplug.backend.errors import MismatchError, NotInitializedError, UsageError
 from ringplug.backend.fusion import TensorSpec
+from ringplug.backend.groups import Groups, parse_world
 from ringplug.backend.lane import Lane
 from ringplug.backend.named import NamedLane
+from ringplug.backend.parsing import shown
 from ringplug.backend.plan import Plan
+from ringplug.backend.process_set import ProcessSet, global_process_set
 from ringplug.backend.stall import name_ranks
 from ringplug.backend.transport import open_transport
 from ringplug.backend.world import World
@@ -51,13 +51,23 @@ class Runtime:
         # Setting up is collective and may wait for others; closing must not wait for that.
         self._setup = threading.RLock()
         self._lock = threading.Lock()
-        self.unnamed = itertools.count()
         self._lanes: list[Lane] = []
-        self._plans: Lane | None = None
         self._closed = False
         self._check_settings()
         # Made here, where all ranks are: a rank may later use it alone for a while.
-        self.named = NamedLane(self._subset(None), self.lane("named operations"), config)
+        self.groups = Groups(
+            self.world.rank,
+            self.world.size,
+            self.exchange,
+            control.members,
+            self._named_lane,
+            config.dynamic_process_sets,
+        )
+
+    @property
+    def named(self) -> NamedLane:
+        """Named operations over all ranks."""
+        return self.groups.everyone.named
 
     def lane(
         self, name: str, ranks: Sequence[int] | None = None, timeout: float | None = None
@@ -110,19 +120,59 @@ class Runtime:
         op: ReduceOp = ReduceOp.AVERAGE,
         compression: str | Compressor | None = None,
         lane: Lane | None = None,
+        process_set: ProcessSet | int | None = None,
     ) -> Plan:
         """A plan over the given tensors; see `Plan`.
 
-        The first plan without a lane of its own creates the lane that such plans share, which
-        is collective.
+        The first plan without a lane of its own creates the lane that such plans of a process
+        set share, which is collective over its members.
+
+        Raises:
+            UsageError: This rank is not in the process set.
         """
         if lane is None:
+            group = self.groups.find(process_set)
             with self._setup:
-                if self._plans is None:
-                    self._plans = self.lane("plans")
-                lane = self._plans
+                if group.plans is None:
+                    group.plans = self.lane(f"plans of process set {group.number}", group.ranks)
+                lane = group.plans
         codec = get_compressor(self.config.compression if compression is None else compression)
         return Plan(lane, specs, name, op, codec, self.config)
+
+    def join(self) -> int:
+        """Take part in what the other ranks do, with neutral values, until all have joined.
+
+        Covers named operations over all ranks, and plans over all ranks without a lane of
+        their own.
+
+        Returns:
+            The rank that joined last.
+        """
+        group = self.groups.everyone
+        handle = group.named.join()
+        if group.plans is not None and self.world.size > 1:
+            while group.plans.follow("join"):
+                group.named.touch(handle)
+        last: int = group.named.wait(handle)
+        return last
+
+    def size_of(self, process_set: ProcessSet | int | None) -> int:
+        """How many ranks are in a process set; the divisor of its averages."""
+        return self.groups.size_of(process_set)
+
+    def members_of(self, comm: Any) -> list[int]:
+        """The ranks of the processes of an MPI communicator."""
+        return self._control.members(comm)
+
+    @property
+    def control_name(self) -> str:
+        """How ranks talk: ``mpi``, ``threads`` or ``alone``."""
+        return self._control.name
+
+    @property
+    def thread_multiple(self) -> bool:
+        """Whether several threads may use the control plane at the same time."""
+        return self._control.thread_multiple()
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """All-gather of bytes over the control plane: for set-up, from one thread at a time."""
@@ -136,19 +186,19 @@ class Runtime:
                 return
             self._closed = True
             lanes = list(self._lanes)
-        self.named.close()
+        self.groups.close()
         for lane in lanes:
             lane.close()
         self._control.leave()
 
-    def join(self, timeout: float) -> bool:
+    def ended(self, timeout: float) -> bool:
         """After `close`, let operations under way end; whether none is any more.
 
         Args:
             timeout: Seconds to wait at most, for each lane.
         """
-        ended = [self.named.join(timeout), *(lane.join(timeout) for lane in self._lanes)]
-        return all(ended)
+        named = [group.named.ended(timeout) for group in self.groups.open]
+        return all([*named, *(lane.ended(timeout) for lane in self._lanes)])
 
     def abort(self, code: int = 1) -> None:
         """End the whole job at once."""
@@ -169,19 +219,24 @@ class Runtime:
             MismatchError: Names each such setting with every rank's value.
         """
         mine = {
-            field.name: getattr(self.config, field.name)
+            field.name: shown(getattr(self.config, field.name))
             for field in dataclasses.fields(self.config)
             if field.name not in _OWN_SETTINGS
         }
-        shown = [json.loads(part) for part in self.exchange(json.dumps(mine).encode())]
+        others = [json.loads(part) for part in self.exchange(json.dumps(mine).encode())]
         different = [
-            f"{name} is {', '.join(str(other[name]) for other in shown)} on ranks "
-            f"0 to {len(shown) - 1}"
+            f"{name} is {', '.join(str(other[name]) for other in others)} on ranks "
+            f"0 to {len(others) - 1}"
             for name in mine
-            if len({other[name] for other in shown}) > 1
+            if len({other[name] for other in others}) > 1
         ]
         if different:
             raise MismatchError("all ranks need the same settings: " + "; ".join(different))
+
+    def _named_lane(self, number: int, ranks: Sequence[int]) -> NamedLane:
+        control = self._subset(ranks)
+        lane = self.lane(f"named operations of process set {number}", ranks)
+        return NamedLane(control, lane, self.config)
 
     def _subset(self, ranks: Sequence[int] | None) -> Control:
         members = range(self.world.size) if ranks is None else ranks
@@ -202,14 +257,20 @@ _current: Runtime | None = None
 _last: Runtime | None = None
 
 
-def init(comm: Any = None, **settings: Any) -> Runtime:
+def init(
+    comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None, **settings: Any
+) -> Runtime:
     """Join the group of ranks; a process that no launcher started is a world of one.
 
     A second call returns the runtime that is there.
 
     Args:
-        comm: An ``mpi4py.MPI.Comm`` whose processes form the world; it is duplicated. By
-            default all processes that were launched.
+        comm: Who forms the world; all processes that were launched by default. An
+            ``mpi4py.MPI.Comm``, which is duplicated; or ranks of MPI's world, in the order of
+            their rank here; or several communicators, of which the first is the world and
+            the others become process sets.
+        process_sets: Process sets to set up; or ``"dynamic"``, which lets them come and go by
+            `add_process_set` and `remove_process_set`.
         **settings: See the table of settings; they override the environment.
 
     Raises:
@@ -219,10 +280,15 @@ def init(comm: Any = None, **settings: Any) -> Runtime:
         UsageError: This is a child process of a rank.
     """
     global _current, _last  # noqa: PLW0603 - the one global of this package
+    given, (comm, sets) = comm, parse_world(comm, process_sets)
     if _current is not None:
-        if comm is not None or settings:
+        fits = process_sets != "dynamic" or _current.config.dynamic_process_sets
+        known = all(one.process_set_id is not None for one in sets)
+        if settings or given is not None or not fits or not known:
             raise UsageError("ringplug is initialised already; shutdown() before other settings")
         return _current
+    if process_sets == "dynamic":
+        settings["dynamic_process_sets"] = True
     config = Config.load(**settings)
     if config.log_level:
         log.set_level(config.log_level)
@@ -230,7 +296,7 @@ def init(comm: Any = None, **settings: Any) -> Runtime:
     _refuse_child(comm is not None or (start is not None and start.size > 1))
     if _last is not None:
         # A thread of the last one must not be in MPI any more when this one ends it.
-        _last.join(_LAST_JOIN)
+        _last.ended(_LAST_JOIN)
     control = open_control(config, start, comm)
     world = control.world
     log.set_rank(world.rank if world.size > 1 else None)
@@ -239,6 +305,8 @@ def init(comm: Any = None, **settings: Any) -> Runtime:
         settings_module.export_ranks(world.rank, world.size, world.local_rank, world.local_size)
     try:
         runtime = Runtime(config, control)
+        runtime.groups.establish(sets)
+        runtime.groups.bind(global_process_set, 0)
     except BaseException:
         # The others must not wait for this rank, whatever its caller makes of the error.
         control.leave()
@@ -247,7 +315,7 @@ def init(comm: Any = None, **settings: Any) -> Runtime:
         atexit.register(_at_exit)
     _current = _last = runtime
     if world.size > 1:
-        _install_hooks()
+        hooks.install(_abort)
     return runtime
 
 
@@ -286,43 +354,9 @@ def _refuse_child(launched: bool) -> None:
         )
 
 
-_hooks_installed = False
-
-
-def _install_hooks() -> None:
-    """End the job when this rank dies of an exception: the others would wait for ever."""
-    global _hooks_installed  # noqa: PLW0603 - hooks of the interpreter, once per process
-    if _hooks_installed:
-        return
-    _hooks_installed = True
-    previous, previous_thread = sys.excepthook, threading.excepthook
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, error, trace)
-        _end_job(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    def thread_hook(args: threading.ExceptHookArgs) -> None:
-        previous_thread(args)
-        if args.exc_type is not SystemExit:
-            _end_job(1)
-
-    sys.excepthook = hook
-    threading.excepthook = thread_hook
-
-
-def _end_job(code: int) -> None:
-    if _last is None:
-        return
-    # torch.distributed's hook, around ours, collects what is printed and shows it too late.
-    held = getattr(sys.stderr, "getvalue", None)
-    if held is not None and sys.__stderr__ is not None:
-        sys.__stderr__.write(held())
-        sys.__stderr__.flush()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # The launcher forwards what was written; it drops what comes after the abort.
-    time.sleep(0.2)
-    _last.abort(code)
+def _abort(code: int) -> None:
+    if _last is not None:
+        _last.abort(code)
 
 
 def _at_exit() -> None:
@@ -340,5 +374,5 @@ def _at_exit() -> None:
             _log.warning("finished; waiting for %s", name_ranks(others - runtime.departed()))
     # Another thread that still waits hears of that within a second. One that does not end must
     # not find MPI gone: the launcher then ends the job.
-    if runtime.join(_LAST_JOIN):
+    if runtime.ended(_LAST_JOIN):
         runtime.finalize()

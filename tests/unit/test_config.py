@@ -9,15 +9,9 @@ import warnings
 import pytest
 
 from ringplug.backend import config
-from ringplug.backend.config import (
-    Config,
-    Launched,
-    launched,
-    parse_bool,
-    parse_bytes,
-    parse_seconds,
-)
+from ringplug.backend.config import Config, Launched, launched
 from ringplug.backend.errors import ConfigError
+from ringplug.backend.parsing import parse_bool, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize("text", ["1", "true", "YES", " on "])

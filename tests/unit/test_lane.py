@@ -232,7 +232,7 @@ def test_no_worker_before_it_is_needed(threaded):
 def test_what_is_asked_of_a_closed_lane_fails_at_once(lane):
     assert lane.submit(lambda t: 1, "first").wait(10) == 1
     lane.close()
-    assert lane.join(10)
+    assert lane.ended(10)
     for _ in range(2):
         with pytest.raises(NotInitializedError, match="second: ringplug was shut down"):
             lane.submit(lambda t: 2, "second").wait(10)

@@ -95,8 +95,10 @@ def test_wrong_settings():
         ringplug.init(colour="red")
     with pytest.raises(ConfigError, match="argument timeout='soon'"):
         ringplug.init(timeout="soon")
+    with pytest.raises(UsageError, match="communicator or a list of ranks"):
+        ringplug.init(comm=object())
     with pytest.raises(ConfigError, match="init"):
-        ringplug.init(comm=object(), control="alone")
+        ringplug.init(comm=[0], control="alone")
     assert not ringplug.is_initialized()
 
 
@@ -117,11 +119,11 @@ def test_a_lane_of_wrong_ranks():
 
 def test_unnamed_operations_are_numbered_from_init_on():
     ringplug.init()
-    with pytest.raises(UsageError, match=r"unnamed.allreduce.0: "):
+    with pytest.raises(UsageError, match=r"unnamed.1: "):
         ringplug.allreduce(["text"])
     ringplug.shutdown()
     ringplug.init()
-    with pytest.raises(UsageError, match=r"unnamed.allreduce.0: "):
+    with pytest.raises(UsageError, match=r"unnamed.1: "):
         ringplug.allreduce(["text"])
 
 

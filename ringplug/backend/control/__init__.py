@@ -42,6 +42,7 @@ class Control(Protocol):
     time; its owner takes care of that. No call blocks for longer than its deadline.
     """
 
+    name: str
     world: World
 
     def exchange(self, payload: bytes, timeout: float) -> list[bytes]:
@@ -77,6 +78,14 @@ class Control(Protocol):
         """
         ...
 
+    def members(self, comm: Any) -> list[int]:
+        """The ranks, ascending, of the processes of an ``mpi4py.MPI.Comm``.
+
+        Raises:
+            UsageError: Some are not in this group, or it is no such communicator.
+        """
+        ...
+
     def departed(self) -> frozenset[int]:
         """Ranks that said they leave, as far as heard. Cheap; never blocks."""
         ...
@@ -108,7 +117,7 @@ def open_control(config: Config, launched: Launched | None, comm: Any = None) ->
     Args:
         config: The settings; `config.control` chooses.
         launched: What the launcher said, or None.
-        comm: An ``mpi4py.MPI.Comm`` of the user's, to be duplicated.
+        comm: An ``mpi4py.MPI.Comm`` of the user's, to be duplicated; or ranks of the world.
 
     Raises:
         UnavailableError: The one asked for cannot be had; says why.

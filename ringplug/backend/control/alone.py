@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from ringplug.backend.buffers import Buffer
 from ringplug.backend.control import Pending
@@ -26,6 +27,8 @@ class _Copied:
 
 class AloneControl:
     """One rank, which can only talk to itself."""
+
+    name = "alone"
 
     def __init__(self) -> None:
         self.world = World.from_hosts(0, ["localhost"])
@@ -55,6 +58,11 @@ class AloneControl:
         if tuple(ranks) != (0,):
             raise UsageError(f"this world has rank 0 only, not {list(ranks)}")
         return AloneControl()
+
+    def members(self, comm: Any) -> list[int]:
+        if comm.Get_size() != 1:
+            raise UsageError(f"a communicator of {comm.Get_size()} processes in a world of one")
+        return [0]
 
     def departed(self) -> frozenset[int]:
         return frozenset()

@@ -86,6 +86,15 @@ def _initialize() -> None:
         _initialized_here = True
 
 
+def _part_of_world(ranks: list[int]) -> Intracomm:
+    world = MPI.COMM_WORLD
+    if world.Get_rank() not in ranks or len(set(ranks)) < len(ranks):
+        raise UsageError(f"comm={ranks} must name rank {world.Get_rank()} and no rank twice")
+    if not all(0 <= rank < world.Get_size() for rank in ranks):
+        raise UsageError(f"comm={ranks}: MPI's world has ranks 0..{world.Get_size() - 1}")
+    return world.Create_group(world.Get_group().Incl(ranks))
+
+
 def _wait_request(request: Request, what: str, timeout: float) -> None:
     start = time.monotonic()
     while not request.Test():
@@ -99,6 +108,8 @@ def _wait_request(request: Request, what: str, timeout: float) -> None:
 class MpiControl:
     """One private MPI communicator."""
 
+    name = "mpi"
+
     def __init__(
         self, comm: Intracomm, world: World, host_names: Sequence[str], config: Config
     ) -> None:
@@ -110,10 +121,20 @@ class MpiControl:
         self._posted: list[Request] = []
 
     @classmethod
-    def open(cls, config: Config, comm: Intracomm | None, expected: int | None) -> MpiControl:
-        """Start MPI if need be and make a private duplicate of COMM_WORLD or of `comm`."""
+    def open(
+        cls, config: Config, comm: Intracomm | list[int] | None, expected: int | None
+    ) -> MpiControl:
+        """Start MPI if need be and make a private communicator.
+
+        Args:
+            config: The settings.
+            comm: What to duplicate, or the ranks of COMM_WORLD that take part; all by default.
+            expected: The size that it must have, if known.
+        """
         _initialize()
-        parent = MPI.COMM_WORLD if comm is None else comm
+        parent = comm if isinstance(comm, MPI.Intracomm) else MPI.COMM_WORLD
+        if isinstance(comm, list):
+            parent = _part_of_world(comm)
         size, rank = parent.Get_size(), parent.Get_rank()
         if expected is not None and expected != size:
             vendor = " ".join(str(part) for part in MPI.get_vendor())
@@ -251,6 +272,13 @@ class MpiControl:
         else:
             self._send(b"\0", first, _JOIN)
             self._receive(token, first, _JOIN, self._waiter(lambda: [first], timeout + 5))
+
+    def members(self, comm: Any) -> list[int]:
+        group = comm.Get_group()
+        ranks = group.Translate_ranks(None, self._comm.Get_group())
+        if MPI.UNDEFINED in ranks:
+            raise UsageError("a communicator with processes that are not in ringplug's world")
+        return sorted(int(rank) for rank in ranks)
 
     def departed(self) -> frozenset[int]:
         status = MPI.Status()

@@ -63,6 +63,8 @@ class _Receive:
 class ThreadControl:
     """One thread's end of a channel on a hub."""
 
+    name = "threads"
+
     def __init__(
         self,
         hub: Hub,
@@ -126,6 +128,9 @@ class ThreadControl:
         hosts = [self._hosts[rank] for rank in members]
         origin = [self.world.origin[rank] for rank in members]
         return ThreadControl(self._hub, key, members.index(self._rank), hosts, origin)
+
+    def members(self, comm: Any) -> list[int]:
+        raise UsageError(f"{comm!r}: ranks that are threads have no communicators")
 
     def departed(self) -> frozenset[int]:
         return frozenset(self._hub.left[self._key])

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from ringplug.backend.config import Config
     from ringplug.backend.control import Control
 
-__all__ = ["Piece", "Traffic", "Transport", "open_transport"]
+__all__ = ["JOINED", "Piece", "Traffic", "Transport", "open_transport"]
+
+JOINED = 2**63 - 1
+"""The signature of a rank without work of its own; see `Transport.agree`."""
 
 Piece: TypeAlias = Callable[[Buffer, slice], None]
 """Packs or unpacks the part of a stream that a slice names."""
@@ -71,12 +74,16 @@ class Transport(Protocol):
         """The channel that this transport owns; its sends and receives are point-to-point."""
         ...
 
-    def agree(self, signature: int, description: str) -> None:
+    def agree(self, signature: int, description: str) -> int:
         """Wait for all ranks and check that they are about to do the same thing.
 
         Args:
-            signature: Non-negative, below 2**63; equal on all ranks when all is well.
+            signature: Non-negative, below 2**63 - 1; equal on all ranks when all is well. Or
+                `JOINED`: this rank goes along with what the others do.
             description: What this rank is about to do, shown when they differ.
+
+        Returns:
+            The signature of the ranks that have not joined; `JOINED` when all have.
 
         Raises:
             MismatchError: On every rank, with every rank's description.
@@ -163,6 +170,9 @@ def open_transport(config: Config, control: Control) -> Transport:
     world = control.world
     hosts = len(set(world.hosts))
     choice = config.transport
+    if not isinstance(choice, str):
+        made: Transport = choice(config, control)
+        return made
     if choice == "auto":
         if world.size == 1:
             choice = "alone"

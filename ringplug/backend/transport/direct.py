@@ -16,9 +16,9 @@ import numpy as np
 from ringplug.backend.buffers import CHUNK_BYTES, Buffer, ReduceOp, fold, split_evenly
 from ringplug.backend.errors import MismatchError
 from ringplug.backend.stall import name_ranks
-from ringplug.backend.transport import Piece, Transport
+from ringplug.backend.transport import JOINED, Piece, Transport
 
-__all__ = ["allreduce_shares", "describe_mismatch", "stream_through_buffer"]
+__all__ = ["allreduce_shares", "common", "describe_mismatch", "stream_through_buffer"]
 
 _MOST_DETAILS = 10
 
@@ -58,6 +58,14 @@ def stream_through_buffer(
     fill(buffer, everything)
     transport.allreduce(buffer, op, factor)
     drain(buffer, everything)
+
+
+def common(signatures: Sequence[int]) -> int | None:
+    """The one signature of all ranks that have not joined; None where they differ."""
+    active = {int(signature) for signature in signatures} - {JOINED}
+    if not active:
+        return JOINED
+    return active.pop() if len(active) == 1 else None
 
 
 def describe_mismatch(descriptions: Sequence[str], origin: Sequence[int]) -> MismatchError:

@@ -59,8 +59,8 @@ class HierarchicalTransport:
         parts = [t.traffic for t in (self._everyone, self._inner, self._outer) if t is not None]
         return Traffic(sum(t.calls for t in parts), sum(t.sent for t in parts))
 
-    def agree(self, signature: int, description: str) -> None:
-        self._everyone.agree(signature, description)
+    def agree(self, signature: int, description: str) -> int:
+        return self._everyone.agree(signature, description)
 
     def barrier(self) -> None:
         self._everyone.barrier()

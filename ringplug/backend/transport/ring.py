@@ -21,7 +21,7 @@ from ringplug.backend.config import Config
 from ringplug.backend.control import Control, Pending
 from ringplug.backend.stall import Wait
 from ringplug.backend.transport import Piece, Traffic
-from ringplug.backend.transport.direct import describe_mismatch, stream_through_buffer
+from ringplug.backend.transport.direct import common, describe_mismatch, stream_through_buffer
 
 __all__ = ["RingTransport"]
 
@@ -47,14 +47,16 @@ class RingTransport:
 
     # -- agreement
 
-    def agree(self, signature: int, description: str) -> None:
+    def agree(self, signature: int, description: str) -> int:
         mine = np.array([signature], np.int64)
         signatures = np.empty(self.size, np.int64)
         self._gather_all(mine, signatures, [1] * self.size)
-        if (signatures != signature).any():
+        agreed = common(signatures.tolist())
+        if agreed is None:
             shown = self.control.exchange(description.encode(), self._config.timeout)
             texts = [text.decode() for text in shown]
             raise describe_mismatch(texts, self.control.world.origin)
+        return agreed
 
     def barrier(self) -> None:
         # Dissemination: after round k every rank has heard, indirectly, from 2**k others.

@@ -23,8 +23,8 @@ from ringplug.backend.config import Config
 from ringplug.backend.control import Control
 from ringplug.backend.errors import StalledError, TransportError
 from ringplug.backend.stall import Wait
-from ringplug.backend.transport import Piece, Traffic
-from ringplug.backend.transport.direct import allreduce_shares, describe_mismatch
+from ringplug.backend.transport import JOINED, Piece, Traffic
+from ringplug.backend.transport.direct import allreduce_shares, common, describe_mismatch
 from ringplug.backend.transport.segment import fence, map_segments, wait_for_change, wake
 
 __all__ = ["SharedMemoryTransport"]
@@ -75,13 +75,17 @@ class SharedMemoryTransport:
 
     # -- agreement and order
 
-    def agree(self, signature: int, description: str) -> None:
+    def agree(self, signature: int, description: str) -> int:
         place = _SIGNATURE + (self._sequence + 1) % 2
         # With the barrier's number in it: what an earlier call left must not look like consent.
-        word = signature ^ (self._sequence + 1)
+        stamp = self._sequence + 1
+        word = signature ^ stamp
         self._words[self.rank][place] = word
         self.barrier()
-        if any(self._words[peer][place] != word for peer in self._peers):
+        if signature != JOINED and all(self._words[peer][place] == word for peer in self._peers):
+            return signature
+        agreed = common([words[place] ^ stamp for words in self._words])
+        if agreed is None:
             limit = min(self._config.timeout, _EXPLAIN_SECONDS)
             try:
                 shown = self.control.exchange(description.encode(), limit)
@@ -92,6 +96,7 @@ class SharedMemoryTransport:
                 ) from error
             texts = [text.decode() for text in shown]
             raise describe_mismatch(texts, self.control.world.origin)
+        return agreed
 
     def barrier(self) -> None:
         self._sequence = sequence = self._sequence + 1

@@ -13,6 +13,7 @@ from ringplug.backend.control.threads import ThreadControl
 from ringplug.backend.transport import Piece, Traffic
 from ringplug.backend.transport.direct import (
     allreduce_shares,
+    common,
     describe_mismatch,
     stream_through_buffer,
 )
@@ -32,10 +33,12 @@ class ThreadTransport:
         self.traffic = Traffic()
         self._timeout = config.timeout
 
-    def agree(self, signature: int, description: str) -> None:
+    def agree(self, signature: int, description: str) -> int:
         shown = self.control.meet((signature, description), self._timeout)
-        if len({sig for sig, _ in shown}) > 1:
+        agreed = common([sig for sig, _ in shown])
+        if agreed is None:
             raise describe_mismatch([text for _, text in shown], self.control.world.origin)
+        return agreed
 
     def barrier(self) -> None:
         self.control.meet(None, self._timeout)
