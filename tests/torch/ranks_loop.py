@@ -174,7 +174,7 @@ def several_backward_passes_in_one_step(rank, size):
     fresh = network()
     loss_of(fresh, x, y).backward()
     torch.testing.assert_close(summed[0].weight.grad, fresh[0].weight.grad * size)
-    with pytest.raises(UsageError, match="summed over the ranks already"):
+    with pytest.raises(UsageError, match="reduced already in this step"):
         loss_of(summed, x, y).backward()
 
 
@@ -290,13 +290,10 @@ def layouts_and_dtypes(rank, size):
     loss = conv(images[rank::size]).pow(2).mean() + embedding(torch.tensor([rank])).sum()
     (loss + half(torch.ones(1, 3, dtype=torch.bfloat16)).float().sum()).backward()
     torch.testing.assert_close(conv.weight.grad, reference.weight.grad)
-    torch.testing.assert_close(embedding.weight.grad.sum(1)[:size], torch.full((size,), 2 / size))
+    rows = embedding.weight.grad.to_dense().sum(1)
+    torch.testing.assert_close(rows[:size], torch.full((size,), 2 / size))
     optimizer.step()
     equal_on_all_ranks(parts.float())
-    sparse = nn.Embedding(5, 2, sparse=True)
-    ring.DistributedOptimizer(torch.optim.SGD(sparse.parameters(), 0.1), sparse.named_parameters())
-    with pytest.raises(UsageError, match="gradient of weight is sparse"):
-        sparse(torch.tensor([1])).sum().backward()
 
 
 @check
@@ -360,10 +357,10 @@ def refusals(rank, size):
     named = list(model.named_parameters())
     for text, call in (
         ("above 0", lambda: ring.DistributedOptimizer(make(), backward_passes_per_step=0)),
-        ("pairs", lambda: ring.DistributedOptimizer(make(), list(model.parameters()))),
+        ("tuples", lambda: ring.DistributedOptimizer(make(), list(model.parameters()))),
         ("more than once", lambda: ring.DistributedOptimizer(make(), [*named, named[0]])),
         ("lacks 1 parameters", lambda: ring.DistributedOptimizer(make(), named[1:])),
-        ("Average and Sum", lambda: ring.DistributedOptimizer(make(), op=ring.Max)),
+        ("Average, Sum, Min", lambda: ring.DistributedOptimizer(make(), op=6)),
         ("expected one of", lambda: ring.DistributedOptimizer(make(), compression="zip")),
     ):
         with pytest.raises(ValueError, match=text):
