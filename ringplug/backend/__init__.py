@@ -11,10 +11,11 @@ Rooms, in layer order; a module imports from lower layers or from its own room's
    ``request`` and ``coordinator`` what named operations ask for, and what rank 0 makes of it;
    ``xla_ffi`` XLA custom calls whose body is Python
 3. the implementations in ``transport/``
-4. ``lane`` operations in order on one transport
+4. ``lane`` operations in order on one transport; ``traced`` what they look like in a timeline
 5. ``plan`` the hot lane; ``named`` the named lane
 6. ``runtime`` everything one rank holds, from init to shutdown
-7. ``ops`` named operations on framework tensors; ``place`` rank, size and relatives
+7. ``ops`` named operations on framework tensors; ``place`` rank, size and relatives;
+   ``timeline`` recording one while a program runs
 
 Data flows one way: framework tensor, adapter view, bucket, wire payload, transport, and back
 into the same view. Upward go only handles and exceptions.

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from ringplug.backend.errors import MismatchError, PeerLostError, RingplugError, StalledError
 from ringplug.backend.log import get_logger
 from ringplug.backend.request import Request, disagreement
 from ringplug.backend.stall import name_ranks
+from ringplug.backend.trace.operations import Operations
 
-__all__ = ["MOST_KNOWN", "Answer", "Coordinator"]
+__all__ = ["MOST_KNOWN", "Answer", "Coordinator", "error_of", "memorable"]
 
 _log = get_logger(__name__)
 
@@ -28,6 +30,7 @@ class Coordinator:
 
     Args:
         origin: For each rank of this group its number in the world, which messages use.
+        shown: What the timeline hears.
 
     Attributes:
         answers: What is decided about names that all ranks asked for, for all, in order.
@@ -35,8 +38,9 @@ class Coordinator:
             asked, or will only later. A rank gets one answer to each of its requests.
     """
 
-    def __init__(self, origin: Sequence[int]) -> None:
+    def __init__(self, origin: Sequence[int], shown: Operations) -> None:
         self._origin = tuple(origin)
+        self._shown = shown
         self._size = len(self._origin)
         self._table: dict[str, dict[int, Request]] = {}
         self._known: list[list[Request]] = [[] for _ in self._origin]
@@ -61,6 +65,7 @@ class Coordinator:
         """A rank asks; when it is the last one, the outcome joins the answers."""
         name = request.name
         if request.kind == "join":
+            self._shown.asked(self._origin[rank], name, request.kind)
             self._join(rank, request)
             return
         if name in self._given_up:
@@ -72,6 +77,7 @@ class Coordinator:
                     del self._given_up[name]
                 self.addressed.append((rank, answer))
                 return
+        self._shown.asked(self._origin[rank], name, request.kind)
         self._table.setdefault(name, {})[rank] = request
         self._complete(name)
 
@@ -105,6 +111,14 @@ class Coordinator:
             self._joined = {}
             self.answers.append((request.name, "", "", [self._origin[last], count], None))
 
+    def take(self) -> tuple[list[Answer], list[tuple[int, Answer]]]:
+        """All `answers`, and all that is `addressed`; from now on there are none."""
+        if self.answers:
+            self._shown.round()
+        answers, self.answers = self.answers, []
+        addressed, self.addressed = self.addressed, []
+        return answers, addressed
+
     def absent(self, name: str) -> list[int]:
         """Ranks that have not asked for it."""
         requests = self._table.get(name, self._joined)
@@ -128,6 +142,7 @@ class Coordinator:
         self.addressed.append((rank, (name, "withdrawn", "", [], None)))
 
     def _fail(self, name: str, answer: Answer) -> None:
+        self._shown.dropped(name)
         late = set(self.absent(name))
         waiting = self._table.pop(name, None)
         if waiting is None:
@@ -146,6 +161,14 @@ class Coordinator:
 
     def _called(self, ranks: Sequence[int]) -> list[int]:
         return [self._origin[rank] for rank in ranks]
+
+
+def error_of(name: str, kind: str, reason: str, ranks: Sequence[int]) -> RingplugError:
+    """What an answer that is an error raises."""
+    text = f"{name}: {reason}"
+    if kind == "mismatch":
+        return MismatchError(text)
+    return PeerLostError(text, ranks) if kind == "lost" else StalledError(text, absent=ranks)
 
 
 def memorable(request: Request) -> bool:

@@ -20,9 +20,8 @@ from typing import Any
 from ringplug.backend.compression import Compressor, get_compressor
 from ringplug.backend.config import Config
 from ringplug.backend.control import Control
-from ringplug.backend.coordinator import MOST_KNOWN, Answer, Coordinator, memorable
+from ringplug.backend.coordinator import MOST_KNOWN, Answer, Coordinator, error_of, memorable
 from ringplug.backend.errors import (
-    MismatchError,
     NotInitializedError,
     PeerLostError,
     RingplugError,
@@ -30,12 +29,14 @@ from ringplug.backend.errors import (
     StalledError,
     UsageError,
 )
-from ringplug.backend.execution import Work, execute, neutral
+from ringplug.backend.execution import Work, neutral
 from ringplug.backend.handle import Handle
 from ringplug.backend.lane import Lane
 from ringplug.backend.log import get_logger
 from ringplug.backend.request import Request, fusable
 from ringplug.backend.stall import name_ranks
+from ringplug.backend.trace.operations import Operations
+from ringplug.backend.traced import enact
 
 __all__ = ["NamedLane"]
 
@@ -43,6 +44,7 @@ _log = get_logger(__name__)
 
 _SPINS = 200
 _SETTLE = 0.5
+_LINGER = 200e-6
 _GRACE = 5.0
 """Seconds that a rank gives rank 0 to say who is late before it says so itself."""
 
@@ -65,9 +67,10 @@ class NamedLane:
         control: A channel of its own, for the agreement.
         lane: Where agreed operations run; nothing else may use it.
         config: Deadlines and bucket size.
+        shown: What the timeline hears.
     """
 
-    def __init__(self, control: Control, lane: Lane, config: Config) -> None:
+    def __init__(self, control: Control, lane: Lane, config: Config, shown: Operations) -> None:
         self._control = control
         self._lane = lane
         self._config = config
@@ -86,7 +89,8 @@ class NamedLane:
         self._left_at: dict[int, float] = {}
         self._withdrawn: set[str] = set()
         self._origin = control.world.origin
-        self._coordinator = Coordinator(self._origin) if self._rank == 0 else None
+        self._shown = shown
+        self._coordinator = Coordinator(self._origin, shown) if self._rank == 0 else None
         self._unnamed = 0
 
     def next_name(self) -> str:
@@ -145,6 +149,7 @@ class NamedLane:
                     "flight a name of its own, or wait for the first"
                 )
             self._pending[request.name] = _Pending(work, handle, time.monotonic())
+            self._shown.submitted(request.kind, handle)
             self._fresh.append(request)
             if background:
                 self._unwatched += 1
@@ -203,6 +208,8 @@ class NamedLane:
                 if self._closed:
                     return
                 handle = next(iter(self._pending.values())).handle
+            # Whoever submits one operation often submits more, which can travel together.
+            time.sleep(_LINGER)
             try:
                 self.wait(handle)
             except Exception:  # noqa: BLE001 - every handle has it, for its caller
@@ -259,8 +266,7 @@ class NamedLane:
 
     def _tell(self, coordinator: Coordinator) -> bool:
         """Tell what is decided, and do it here too; whether anything was."""
-        answers, coordinator.answers = coordinator.answers, []
-        addressed, coordinator.addressed = coordinator.addressed, []
+        answers, addressed = coordinator.take()
         if answers:
             payload = json.dumps(answers).encode()
             for rank in range(1, self._size):
@@ -292,13 +298,14 @@ class NamedLane:
                     continue
                 item = self._stand_in(Request.decode(shown))
             if kind:
-                item.handle.fail(_error(kind, f"{name}: {text}", numbers))
+                item.handle.fail(error_of(name, kind, text, numbers))
                 continue
             if item.request.kind == "join":
                 self._unnamed = max(self._unnamed, numbers[1])
                 item.handle.finish(numbers[0])
                 continue
             item.work.numbers = numbers
+            self._shown.agreed(name, item.request.kind, item.request.dtypes, item.request.shapes)
             fits = batch and self._fusable(batch[-1].request, item.request)
             if batch and not (fits and nbytes + item.work.nbytes <= self._config.fusion_bytes):
                 self._run(batch)
@@ -326,7 +333,7 @@ class NamedLane:
     def _run(self, batch: Sequence[_Pending]) -> None:
         works = [item.work for item in batch]
         try:
-            results = self._lane.run(lambda t: execute(t, works), works[0].request.name)
+            results = self._lane.run(lambda t: enact(t, works, self._shown), works[0].request.name)
         except BaseException as error:
             for item in batch:
                 item.handle.fail(error)
@@ -391,9 +398,3 @@ class NamedLane:
             self._fresh = []
         for item in pending:
             item.handle.fail(error)
-
-
-def _error(kind: str, text: str, ranks: Sequence[int]) -> RingplugError:
-    if kind == "mismatch":
-        return MismatchError(text)
-    return PeerLostError(text, ranks) if kind == "lost" else StalledError(text, absent=ranks)

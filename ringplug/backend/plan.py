@@ -18,6 +18,8 @@ from ringplug.backend.errors import UsageError
 from ringplug.backend.fusion import TensorSpec, digest, make_buckets
 from ringplug.backend.handle import Handle
 from ringplug.backend.lane import Lane
+from ringplug.backend.trace import Timeline
+from ringplug.backend.traced import PlanTrace
 from ringplug.backend.transport import Transport
 
 __all__ = ["Plan"]
@@ -34,6 +36,7 @@ class Plan:
         op: AVERAGE, SUM, MIN, MAX or PRODUCT.
         compressor: What the wire carries.
         config: Bucket sizes.
+        timeline: Shows its steps.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Plan:
         op: ReduceOp,
         compressor: Compressor,
         config: Config,
+        timeline: Timeline,
     ) -> None:
         for spec in specs:
             check_reducible(spec.dtype, op)
@@ -60,6 +64,7 @@ class Plan:
         self._description = self._describe()
         self._signature = digest(self._description)
         self._layout: dict[tuple[int, int, int], list[tuple[int, slice, slice]]] = {}
+        self._shown = PlanTrace(timeline, self.specs, self.buckets)
         self._members = [{slot.index for slot in bucket.slots} for bucket in self.buckets]
         self._begin()
         lane.partner(self._signature, self._follow)
@@ -94,11 +99,15 @@ class Plan:
         flat_targets = [self._flat(i, array) for i, array in enumerate(targets)]
 
         def job(transport: Transport) -> None:
-            transport.agree(self._signature, self._description)
+            self._shown.all_ready()
+            self._meet(transport)
             for number in range(len(self.buckets)):
                 self._reduce(transport, number, flat_sources, flat_targets)
 
-        self.lane.run(job, self.name)
+        try:
+            self.lane.run(job, self.name)
+        finally:
+            self._shown.over()
 
     # -- as they become ready
 
@@ -117,6 +126,7 @@ class Plan:
                 f"{self.name}: tensor {self.specs[index].name} became ready twice in one step"
             )
         self._arrays[index] = self._flat(index, array)
+        self._shown.ready(index)
         for missing in self._missing:
             missing.discard(index)
         while self._launched < len(self.buckets) and not self._missing[self._launched]:
@@ -134,8 +144,11 @@ class Plan:
         absent = [s.name for s, a in zip(self.specs, self._arrays, strict=True) if a is None]
         handles = self._handles
         self._begin()
-        for handle in handles:
-            handle.wait()
+        try:
+            for handle in handles:
+                handle.wait()
+        finally:
+            self._shown.over()
         if absent:
             shown = ", ".join(absent[:10]) + (" and more" if len(absent) > 10 else "")
             error = f"{self.name}: {len(absent)} tensors never became ready: {shown}"
@@ -148,6 +161,7 @@ class Plan:
         if self._launched:
             return False
         self._begin()
+        self._shown.over()
         return True
 
     def pending(self) -> list[int]:
@@ -170,10 +184,15 @@ class Plan:
             for handle in earlier:
                 handle.wait()
             if number == 0:
-                transport.agree(self._signature, self._description)
+                self._meet(transport)
             self._reduce(transport, number, arrays, arrays)
 
+        self._shown.launched(number)
         self._handles.append(self.lane.submit(job, f"{self.name} bucket {number}"))
+
+    def _meet(self, transport: Transport) -> None:
+        self._shown.meeting()
+        transport.agree(self._signature, self._description)
 
     # -- one bucket
 
@@ -203,7 +222,12 @@ class Plan:
         if wire != bucket.dtype and self._op is ReduceOp.SUM:
             # On a narrow wire a sum travels as the mean, which fits wherever the values do.
             wire_factor, factor = 1 / self._size, float(self._size)
-        transport.allreduce_stream(bucket.count, wire, self._op, wire_factor, fill, drain)
+        copies = self._shown.copies(number, transport.name, fill, drain, self._inside)
+        transport.allreduce_stream(bucket.count, wire, self._op, wire_factor, *copies)
+        self._shown.reduced(number)
+
+    def _inside(self, number: int, place: slice) -> list[int]:
+        return [index for index, _, _ in self._parts(number, place)]
 
     def _parts(self, number: int, place: slice) -> list[tuple[int, slice, slice]]:
         """What lies in a place of a bucket; the places are the same in every step."""

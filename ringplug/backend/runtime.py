@@ -30,6 +30,8 @@ from ringplug.backend.parsing import shown
 from ringplug.backend.plan import Plan
 from ringplug.backend.process_set import ProcessSet, global_process_set
 from ringplug.backend.stall import name_ranks
+from ringplug.backend.trace import Timeline
+from ringplug.backend.trace.operations import Operations
 from ringplug.backend.transport import open_transport
 from ringplug.backend.world import World
 
@@ -42,6 +44,9 @@ class Runtime:
     Args:
         config: The settings, the same on every rank.
         control: The control plane; the runtime owns it.
+
+    Attributes:
+        timeline: What this rank records of itself.
     """
 
     def __init__(self, config: Config, control: Control) -> None:
@@ -53,6 +58,7 @@ class Runtime:
         self._lock = threading.Lock()
         self._lanes: list[Lane] = []
         self._closed = False
+        self.timeline = Timeline(self.world.rank, self.world.size)
         self._check_settings()
         # Made here, where all ranks are: a rank may later use it alone for a while.
         self.groups = Groups(
@@ -63,6 +69,7 @@ class Runtime:
             self._named_lane,
             config.dynamic_process_sets,
         )
+        self.timeline.follow_setting(config.timeline, config.timeline_mark_cycles)
 
     @property
     def named(self) -> NamedLane:
@@ -137,7 +144,7 @@ class Runtime:
                     group.plans = self.lane(f"plans of process set {group.number}", group.ranks)
                 lane = group.plans
         codec = get_compressor(self.config.compression if compression is None else compression)
-        return Plan(lane, specs, name, op, codec, self.config)
+        return Plan(lane, specs, name, op, codec, self.config, self.timeline)
 
     def join(self) -> int:
         """Take part in what the other ranks do, with neutral values, until all have joined.
@@ -189,6 +196,7 @@ class Runtime:
         self.groups.close()
         for lane in lanes:
             lane.close()
+        self.timeline.close()
         self._control.leave()
 
     def ended(self, timeout: float) -> bool:
@@ -202,6 +210,7 @@ class Runtime:
 
     def abort(self, code: int = 1) -> None:
         """End the whole job at once."""
+        self.timeline.close()
         self._control.abort(code)
 
     def finalize(self) -> None:
@@ -236,7 +245,9 @@ class Runtime:
     def _named_lane(self, number: int, ranks: Sequence[int]) -> NamedLane:
         control = self._subset(ranks)
         lane = self.lane(f"named operations of process set {number}", ranks)
-        return NamedLane(control, lane, self.config)
+        own = None if control.world.rank == 0 else self.world.rank
+        shown = Operations(self.timeline, own, f"process set {number}" if number else "")
+        return NamedLane(control, lane, self.config, shown)
 
     def _subset(self, ranks: Sequence[int] | None) -> Control:
         members = range(self.world.size) if ranks is None else ranks
@@ -250,7 +261,15 @@ class Runtime:
 _log = log.get_logger(__name__)
 
 _LAST_JOIN = 3.0
-_OWN_SETTINGS = ("log_level", "host_id", "expected_size", "start_timeout", "stall_warning")
+_OWN_SETTINGS = (
+    "log_level",
+    "host_id",
+    "expected_size",
+    "start_timeout",
+    "stall_warning",
+    "timeline",
+    "timeline_mark_cycles",
+)
 """Settings in which ranks may differ."""
 
 _current: Runtime | None = None

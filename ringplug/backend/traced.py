@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from ringplug.backend.buffers import Buffer
+from ringplug.backend.buffers import Array, Buffer, ReduceOp
+from ringplug.backend.execution import Work, execute
 from ringplug.backend.fusion import Bucket, TensorSpec
 from ringplug.backend.trace import Recording, Timeline
+from ringplug.backend.trace.operations import Operations
 from ringplug.backend.transport import Piece, Transport
 
-__all__ = ["COPY_IN", "COPY_OUT", "QUEUE", "PlanTrace", "traced"]
+__all__ = ["PlanTrace", "enact"]
 
-QUEUE = "QUEUE"
-COPY_IN = "MEMCPY_IN_FUSION_BUFFER"
-COPY_OUT = "MEMCPY_OUT_FUSION_BUFFER"
+_QUEUE = "QUEUE"
+_COPY_IN = "MEMCPY_IN_FUSION_BUFFER"
+_COPY_OUT = "MEMCPY_OUT_FUSION_BUFFER"
 _OTHERS = "WAIT_FOR_OTHER_TENSOR_DATA"
 _RANKS = "WAIT_FOR_DATA"
 _ENDINGS = {
@@ -33,21 +35,34 @@ _ENDINGS = {
 }
 
 
-def traced(
-    transport: Transport, recording: Recording, names: Sequence[str], after: str = ""
-) -> Transport:
-    """`transport`, for one job: its collectives are activities of the operations `names`.
-
-    Args:
-        transport: Not changed.
-        recording: Where they are recorded.
-        names: Operations that have begun there.
-        after: What the operations do once a collective is over; nothing else by default.
-    """
-    return cast(Transport, _Traced(transport, recording, names, after))
+def enact(transport: Transport, works: Sequence[Work], operations: Operations) -> list[list[Array]]:
+    """`execute`, seen by the timeline, if one is recorded."""
+    recording = operations.timeline.recording
+    if recording is None:
+        return execute(transport, works)
+    names = [operations.track(work.request.name) for work in works]
+    fused = works[0].request.kind in ("allreduce", "broadcast")
+    if fused:
+        recording.activity(names, _COPY_IN)
+    # Other reductions consist of several collectives.
+    single = isinstance(works[0].op, ReduceOp) and works[0].op is not ReduceOp.ADASUM
+    try:
+        watched = _Traced(transport, recording, names, _COPY_OUT if fused and single else "")
+        return execute(cast(Transport, watched), works)
+    finally:
+        recording.end(names)
 
 
 class _Traced:
+    """A transport whose collectives are activities of operations.
+
+    Args:
+        transport: Does the work.
+        recording: Where it is recorded.
+        names: Operations that have begun there.
+        after: What they do once a collective is over; nothing else when empty.
+    """
+
     def __init__(
         self, transport: Transport, recording: Recording, names: Sequence[str], after: str
     ) -> None:
@@ -105,14 +120,14 @@ class PlanTrace:
     def launched(self, number: int) -> None:
         """A bucket is full and waits for its turn."""
         if (recording := self._timeline.recording) is not None:
-            recording.activity(self._members[number], QUEUE)
+            recording.activity(self._members[number], _QUEUE)
 
     def all_ready(self) -> None:
         """All tensors are there at once, and their turn has come."""
         if (recording := self._timeline.recording) is not None:
             for index in range(len(self._specs)):
                 self._begin(recording, index)
-            recording.activity(self._names, QUEUE)
+            recording.activity(self._names, _QUEUE)
 
     def meeting(self) -> None:
         """This rank waits for the others to come to this step."""
@@ -127,7 +142,7 @@ class PlanTrace:
         carrier: str,
         fill: Piece,
         drain: Piece,
-        inside: Callable[[slice], Sequence[int]],
+        inside: Callable[[int, slice], Sequence[int]],
     ) -> tuple[Piece, Piece]:
         """`fill` and `drain` of a bucket, which from now on belongs to the transport.
 
@@ -136,7 +151,7 @@ class PlanTrace:
             carrier: Name of the transport.
             fill: Copies into the buffer.
             drain: Copies out of it.
-            inside: Indices of the tensors that have a part in a place of the bucket.
+            inside: Indices of the tensors that have a part in a place of a bucket.
         """
         recording = self._timeline.recording
         if recording is None:
@@ -145,20 +160,20 @@ class PlanTrace:
 
         def shown(copy: Piece, what: str) -> Piece:
             def copies(memory: Buffer, place: slice) -> None:
-                names = [self._names[index] for index in inside(place)]
+                names = [self._names[index] for index in inside(number, place)]
                 recording.activity(names, what)
                 copy(memory, place)
                 recording.activity(names, moves)
 
             return copies
 
-        return shown(fill, COPY_IN), shown(drain, COPY_OUT)
+        return shown(fill, _COPY_IN), shown(drain, _COPY_OUT)
 
     def reduced(self, number: int) -> None:
         """A bucket is done; parts of its tensors may be in later ones."""
         if (recording := self._timeline.recording) is not None:
             recording.end(self._ending[number])
-            recording.activity(self._members[number], QUEUE)
+            recording.activity(self._members[number], _QUEUE)
 
     def over(self) -> None:
         """The step has ended, well or not."""

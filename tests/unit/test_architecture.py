@@ -43,6 +43,7 @@ LAYER = {
     "adasum": 3,
     "execution": 4,
     "lane": 4,
+    "traced": 4,
     "plan": 5,
     "named": 5,
     "process_set": 5,
@@ -53,6 +54,7 @@ LAYER = {
     "ops.__init__": 9,
     "place": 7,
     "probes": 7,
+    "timeline": 7,
 }
 PLUGINS = ("keras", "lightning", "torch", "tensorflow", "elastic")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 
-from ringplug.backend.errors import UsageError
+from ringplug.backend.errors import ConfigError, UsageError
 from ringplug.backend.trace.recording import Recording
 
 __all__ = ["Recording", "Timeline"]
@@ -60,6 +60,18 @@ class Timeline:
                 except OSError as error:
                     raise UsageError(f"timeline {own}: {error.strerror or error}") from error
             self._running = own
+
+    def follow_setting(self, timeline: str, mark_cycles: bool) -> None:
+        """Begin as the settings say: ``DYNAMIC`` waits for `start`, nothing means never.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        if timeline and timeline.upper() != "DYNAMIC":
+            try:
+                self.start(timeline, mark_cycles)
+            except UsageError as error:
+                raise ConfigError(str(error)) from error
 
     def stop(self) -> None:
         """End the recording and complete its file; see `ringplug.stop_timeline`.

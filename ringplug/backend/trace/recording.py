@@ -81,7 +81,7 @@ class Recording:
         """A rank asks for the operation `name`, an ``allreduce`` for example."""
         self._put(Spans.tick, name, kind, rank)
 
-    def begin(self, name: str, kind: str, dtype: object, shape: Sequence[int]) -> None:
+    def begin(self, name: str, kind: str, dtype: object, shape: Sequence[object]) -> None:
         """All ranks have asked for it: it is about to run."""
         self._put(Spans.begin, name, kind, dtype, shape)
 

@@ -41,7 +41,7 @@ class Spans:
             f'{{"ph":"X","name":"{rank}","ts":{ts},"dur":0,"pid":{track.pid},"tid":0}}'
         )
 
-    def begin(self, ts: int, name: str, kind: str, dtype: object, shape: Sequence[int]) -> None:
+    def begin(self, ts: int, name: str, kind: str, dtype: object, shape: Sequence[object]) -> None:
         """An operation begins; what there was of it has ended."""
         track = self._open.get(name)
         if track is not None and track.negotiating:
@@ -92,7 +92,9 @@ class Spans:
         track = self._open.get(name)
         if track is not None:
             self._end(ts, track)
-        slot, label = 0, name if name.startswith(f"{kind}.") else f"{kind}.{name}"
+        slot, label = 0, f"{kind}.{name}"
+        if name == kind or name.startswith(f"{kind}."):
+            label = name
         if name.startswith(_UNNAMED):
             # No name comes twice: tracks are as many as operations are at once.
             free = self._free.setdefault(kind, [])
