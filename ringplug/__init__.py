@@ -199,10 +199,13 @@ __all__ = sorted([*_MODULE_OF, *_REDUCTIONS])
 
 def __getattr__(name: str) -> Any:
     if name in _REDUCTIONS:
-        return import_module("ringplug.backend.buffers").ReduceOp[name.upper()]
-    if name in _MODULE_OF:
-        return getattr(import_module(f"ringplug.{_MODULE_OF[name]}"), name)
-    raise AttributeError(f"module 'ringplug' has no attribute {name!r}")
+        found = import_module("ringplug.backend.buffers").ReduceOp[name.upper()]
+    elif name in _MODULE_OF:
+        found = getattr(import_module(f"ringplug.{_MODULE_OF[name]}"), name)
+    else:
+        raise AttributeError(f"module 'ringplug' has no attribute {name!r}")
+    globals()[name] = found
+    return found
 
 
 def __dir__() -> list[str]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ringplug.backend import runtime
 from ringplug.backend.process_set import ProcessSet
-from ringplug.backend.runtime import current
 
 __all__ = [
     "add_process_set",
@@ -29,37 +29,37 @@ __all__ = [
 
 def rank() -> int:
     """This process, 0 to size() - 1."""
-    return current().world.rank
+    return runtime.current().world.rank
 
 
 def size() -> int:
     """Number of processes."""
-    return current().world.size
+    return runtime.current().world.size
 
 
 def local_rank() -> int:
     """This process among those on its host."""
-    return current().world.local_rank
+    return runtime.current().world.local_rank
 
 
 def local_size() -> int:
     """Number of processes on this host."""
-    return current().world.local_size
+    return runtime.current().world.local_size
 
 
 def cross_rank() -> int:
     """This host among the hosts that have a process with this local rank."""
-    return current().world.cross_rank
+    return runtime.current().world.cross_rank
 
 
 def cross_size() -> int:
     """Number of hosts that have a process with this local rank."""
-    return current().world.cross_size
+    return runtime.current().world.cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether every host has the same number of processes."""
-    return current().world.is_homogeneous
+    return runtime.current().world.is_homogeneous
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
@@ -76,7 +76,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
             not exist, or there is a set with the same ranks.
         MismatchError: On every rank, when they pass different ranks.
     """
-    return current().groups.add(process_set)
+    return runtime.current().groups.add(process_set)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
@@ -91,12 +91,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     Raises:
         UsageError: Sets may not change, or it is not set up.
     """
-    return current().groups.remove(process_set)
+    return runtime.current().groups.remove(process_set)
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """The ranks of every process set, by its id; 0 is all ranks."""
-    return current().groups.ranks
+    return runtime.current().groups.ranks
 
 
 def process_set_included(process_set_id: int = 0) -> bool:
@@ -105,11 +105,11 @@ def process_set_included(process_set_id: int = 0) -> bool:
     Raises:
         UsageError: There is no such set.
     """
-    groups = current().groups
+    groups = runtime.current().groups
     groups.size_of(process_set_id)
-    return current().world.rank in groups.ranks[process_set_id]
+    return runtime.current().world.rank in groups.ranks[process_set_id]
 
 
 def comm_process_set_id(comm: Any) -> int:
     """The id of the process set whose members are the processes of an ``mpi4py.MPI.Comm``."""
-    return current().groups.number_of(current().members_of(comm))
+    return runtime.current().groups.number_of(runtime.current().members_of(comm))

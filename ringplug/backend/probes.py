@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
+from ringplug.backend import runtime
 from ringplug.backend.errors import UsageError
-from ringplug.backend.runtime import current, is_initialized
 
 __all__ = [
     "ccl_built",
@@ -28,7 +28,7 @@ def mpi_built() -> bool:
 
 def mpi_enabled() -> bool:
     """Whether ranks talk, or would talk after `init`, by MPI."""
-    return current().control_name == "mpi" if is_initialized() else mpi_built()
+    return runtime.current().control_name == "mpi" if runtime.is_initialized() else mpi_built()
 
 
 def mpi_threads_supported() -> bool:
@@ -38,9 +38,9 @@ def mpi_threads_supported() -> bool:
         NotInitializedError: Before `init`.
         UsageError: The ranks do not talk by MPI.
     """
-    if current().control_name != "mpi":
+    if runtime.current().control_name != "mpi":
         raise UsageError("MPI is not in use: this process is a world of one without a launcher")
-    return current().thread_multiple
+    return runtime.current().thread_multiple
 
 
 def gloo_built() -> bool:

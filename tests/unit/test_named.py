@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ringplug.backend import coordinator, named, ops, runtime
+from ringplug.backend import coordinator, named, ops
 from ringplug.backend.buffers import ReduceOp
 from ringplug.backend.errors import (
     MismatchError,
@@ -22,33 +22,11 @@ from ringplug.backend.errors import (
 )
 from ringplug.backend.execution import Work
 from ringplug.backend.request import Request
-from tests.ranks import Together, run_runtimes
+from tests.ranks import Together
 
 SUM = ReduceOp.SUM
 F = np.float32
 AVERAGE = ReduceOp.AVERAGE
-
-
-@pytest.fixture
-def ranks(monkeypatch):
-    """Runs ``fn(rank)`` on thread ranks; `ops` sees each thread's own runtime."""
-    here = threading.local()
-
-    def current():
-        return here.runtime
-
-    monkeypatch.setattr(runtime, "current", current)
-
-    def run(fn, size, **settings):
-        def rank(rt):
-            here.runtime = rt
-            return fn(rt.world.rank)
-
-        return run_runtimes(rank, size, **settings)
-
-    run.current = current
-    run.adopt = lambda rt: setattr(here, "runtime", rt)
-    return run
 
 
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -491,10 +469,10 @@ def test_a_name_in_flight_is_refused_locally(ranks):
 def test_an_unexpected_failure_reaches_every_waiter(ranks, monkeypatch):
     """Whatever goes wrong while operations run, no handle stays open."""
 
-    def broken(transport, works):
+    def broken(transport, works, shown):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(named, "execute", broken)
+    monkeypatch.setattr(named, "enact", broken)
 
     def rank(r):
         handles = [ops.allreduce_async(np.ones(2), SUM, name=f"g{i}") for i in range(3)]

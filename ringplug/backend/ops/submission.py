@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from ringplug.backend import adapters, runtime
 from ringplug.backend.buffers import Array, ReduceOp, check_reducible
 from ringplug.backend.compression import Compressor, get_compressor
+from ringplug.backend.compression.none import NoCompression
 from ringplug.backend.errors import NotSupportedError, UsageError
 from ringplug.backend.execution import Work
 from ringplug.backend.groups import Group
@@ -20,6 +22,8 @@ from ringplug.backend.reduction import Reduction
 from ringplug.backend.request import Request
 
 __all__ = ["Op", "Pending", "Set", "resolve_op", "start"]
+
+_PLAIN = NoCompression()
 
 Op = ReduceOp | Reduction | int
 Set = ProcessSet | int | None
@@ -167,7 +171,7 @@ def start(  # noqa: PLR0913 - one operation, field by field
     try:
         if problem:
             raise UsageError(problem)
-        codec = get_compressor("none" if compression is None else compression)
+        codec = _PLAIN if compression in (None, "none") else get_compressor(compression)
         reduction: ReduceOp | Reduction | None = None
         if kind in ("allreduce", "reducescatter"):
             reduction = resolve_op(op, average)
@@ -183,7 +187,7 @@ def start(  # noqa: PLR0913 - one operation, field by field
     request = Request(
         name=key,
         kind=kind,
-        dtypes=tuple(array.dtype.name for array in arrays),
+        dtypes=tuple(_dtype_name(array.dtype) for array in arrays),
         shapes=tuple(array.shape for array in arrays),
         op=_op_name(reduction),
         root=at,
@@ -195,6 +199,11 @@ def start(  # noqa: PLR0913 - one operation, field by field
     work = Work(request, arrays, targets, ReduceOp.SUM if reduction is None else reduction, codec)
     handle = group.named.submit(work, background=not wait)
     return Pending(group, handle, tensors, single, in_place, received=splits is not None)
+
+
+@cache
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    return dtype.name
 
 
 def _check_op(kind: str, op: ReduceOp | Reduction, size: int) -> None:
