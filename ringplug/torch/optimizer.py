@@ -283,7 +283,7 @@ class _Distributed(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._ringplug_synchronized = self._ringplug_skip = False
         if self._ringplug_reducer is not None:
-            self._ringplug_reducer.reset()
+            self._ringplug_reducer.reset(loading=True)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the plain optimizer; the new parameters' gradients are reduced, too. A collective."""

@@ -173,23 +173,28 @@ class GradientReducer:
                 "contract gradients may still be under way then"
             )
 
-    def reset(self) -> None:
+    def reset(self, loading: bool = False) -> None:
         """Gradients begin anew: after zero_grad or a loaded state.
+
+        Args:
+            loading: Whether a state is loaded, which must succeed: the next round then fails.
 
         Raises:
             UsageError: A backward pass was interrupted by an error after the other ranks had
                 received a part of its gradients, which cannot be taken back.
         """
-        if any(gradient is not None for gradient in self._own):
-            if not self._plan.discard():
-                error = "backward() was interrupted when a part of its gradients had been sent"
-                self._plan.lane.abandon(error)
-                raise UsageError(f"{error}; the ranks cannot go on together")
-            self._forget()
         self._passed = 0
         self._reduced = False
         self._settled.clear()
         self._counts = [0] * len(self._parameters)
+        if any(gradient is not None for gradient in self._own):
+            self._forget()
+            if not self._plan.discard():
+                error = "backward() was interrupted when a part of its gradients had been sent"
+                self._plan.lane.abandon(error)
+                self._make_plan()
+                if not loading:
+                    raise UsageError(f"{error}; the ranks cannot go on together")
 
     def synchronize(self) -> None:
         """Reduce what has not been reduced since the last step. A collective, if so.

@@ -193,7 +193,8 @@ def test_plugins_use_the_backend_and_not_each_other(module):
         # Horovod's tensorflow.DistributedOptimizer takes Keras optimizers; the import is lazy.
         "tensorflow": {"keras"},
     }
-    assert used <= allowed.get(room, set()), f"{module.below} imports {used}"
+    # The part of elastic training that knows no framework serves all of them.
+    assert used - {"elastic"} <= allowed.get(room, set()), f"{module.below} imports {used}"
 
 
 @pytest.mark.parametrize("module", each())
