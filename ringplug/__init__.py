@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ringplug.backend.errors import NotReducedError as NotReducedError
     from ringplug.backend.errors import NotSupportedError as NotSupportedError
     from ringplug.backend.errors import PeerLostError as PeerLostError
+    from ringplug.backend.errors import RankFailedError as RankFailedError
     from ringplug.backend.errors import RecoverableError as RecoverableError
     from ringplug.backend.errors import RingplugError as RingplugError
     from ringplug.backend.errors import ShutDownError as ShutDownError
@@ -111,6 +112,7 @@ _HOMES = {
         "NotReducedError",
         "NotSupportedError",
         "PeerLostError",
+        "RankFailedError",
         "RecoverableError",
         "RingplugError",
         "ShutDownError",

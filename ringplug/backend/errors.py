@@ -7,6 +7,7 @@ RingplugError
 ├── UsageError           a call or a tensor that cannot work       (a ValueError too)
 │   └── NotSupportedError   ... yet                                (a NotImplementedError too)
 ├── NotReducedError      a training step whose gradients were not averaged
+├── RankFailedError      a rank that run() started: .rank .code .host .pid .error .traceback
 └── CollectiveError      a collective failed, here and on the other ranks
     ├── MismatchError    ranks disagree: the same text on every rank
     ├── ShutDownError    shutdown() came first                     (a NotInitializedError too)
@@ -32,6 +33,7 @@ __all__ = [
     "NotReducedError",
     "NotSupportedError",
     "PeerLostError",
+    "RankFailedError",
     "RecoverableError",
     "RingplugError",
     "ShutDownError",
@@ -68,6 +70,37 @@ class NotSupportedError(UsageError, NotImplementedError):
 
 class NotReducedError(RingplugError):
     """A training step updated weights with gradients that were not averaged over the ranks."""
+
+
+class RankFailedError(RingplugError):
+    """A rank that `ringplug.run` started has failed; raised in the caller.
+
+    Attributes:
+        rank: The rank that failed first.
+        code: Its exit code, as a shell reports it.
+        host: Where it ran.
+        pid: Its process there.
+        error: Its exception in one line, or empty.
+        traceback: Its exception with the traceback, as text, or empty.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        rank: int = -1,
+        code: int = 1,
+        host: str = "",
+        pid: int = 0,
+        error: str = "",
+        traceback: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.code = code
+        self.host = host
+        self.pid = pid
+        self.error = error
+        self.traceback = traceback
 
 
 class CollectiveError(RingplugError):

@@ -1,13 +1,17 @@
 """``ringrun``: starts, supervises and ends the ranks of a job. A thin layer over mpirun.
 
 * ``arguments``   the command line
+* ``horovod_options``  options of horovodrun that are not here, or without effect
 * ``hosts``       where ranks run
 * ``mpirun``      the launcher that fits the MPI library; usable alone, see `command`
+* ``start``       from options to a job that can be supervised
 * ``supervisor``  one run: output, signals, failure, exit code
 * ``output``      lines tagged by rank
 * ``failure``     who failed first
 * ``job``         the files and processes of a job, and their removal
 * ``worker``      the bootstrap of each rank
+* ``run``         `ringplug.run`: a function on new ranks; `job_process` is its supervisor,
+                  `called` its side in the ranks
 * ``check``       what is installed and works here
 """
 
@@ -17,12 +21,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ringplug.launch.arguments import Options
-    from ringplug.launch.mpirun import Mpirun, command
+    from ringplug.launch.mpirun import command
 
 __all__ = ["command", "main"]
 
@@ -73,96 +76,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(options: Options) -> int:
-    from ringplug.backend.errors import RingplugError
     from ringplug.launch.arguments import rank_command
-    from ringplug.launch.hosts import all_local, check_reachable
-    from ringplug.launch.job import Job
-    from ringplug.launch.mpirun import find, root_reason
-    from ringplug.launch.output import Console
-    from ringplug.launch.supervisor import Supervisor
+    from ringplug.launch.mpirun import root_reason
+    from ringplug.launch.start import supervised
 
-    argv = rank_command(options.command)
+    argv = rank_command(options.command, as_horovod=options.as_horovod)
     reason = root_reason(options.allow_run_as_root)
     if reason and reason != "allowed":
         sys.stderr.write(f"ringrun: running as root, {reason}\n")
-    check_slots(options)
-    check_reachable(options.hosts)
-    launcher = find()
-    job = Job()
-    try:
-        line, environ = job_command(options, launcher, argv, job.directory, job.segments)
-    except RingplugError:
-        job.remove()
-        raise
-    if options.verbose:
-        import shlex
+    if options.without_effect:
+        from ringplug.launch.horovod_options import explain
 
-        sys.stderr.write(f"ringrun: {shlex.join(line)}\n")
-        sys.stderr.flush()
-    console = Console(sys.stdout.buffer, sys.stderr.buffer, options.output_filename)
-    supervisor = Supervisor(
-        job, options.np, all_local(options.hosts), console, verbose=options.verbose
-    )
-    try:
+        sys.stderr.write(f"ringrun: {explain(options.without_effect)}\n")
+    with supervised(options, argv) as (supervisor, line, environ):
         return supervisor.run(line, environ)
-    finally:
-        console.close()
-
-
-def check_slots(options: Options) -> None:
-    """Refuse more ranks than other hosts have slots; on this host alone they share cores."""
-    from ringplug.backend.errors import UsageError
-    from ringplug.launch.hosts import all_local
-
-    slots = sum(host.slots for host in options.hosts)
-    if options.hosts and options.np > slots and not all_local(options.hosts):
-        named = ", ".join(f"{host.name}:{host.slots}" for host in options.hosts)
-        raise UsageError(f"{options.np} processes were asked for, but {named} has {slots} slots")
-
-
-def job_command(
-    options: Options,
-    launcher: Mpirun,
-    argv: Sequence[str],
-    directory: Path,
-    segments: Path | None,
-) -> tuple[list[str], dict[str, str]]:
-    """The launcher's argument list and environment for a supervised job.
-
-    Raises:
-        UsageError: ``-x NAME`` names a variable that is not set.
-    """
-    from ringplug.backend import config
-    from ringplug.backend.errors import UsageError
-    from ringplug.launch.hosts import all_local
-    from ringplug.launch.mpirun import command_line
-
-    own = {config.variable(name): value for name, value in options.settings}
-    own |= {name: value for name, value in options.env if value is not None}
-    own[config.variable("expected_size")] = str(options.np)
-    own[config.JOB] = str(directory)
-    environ = config.child_environment(**own)
-    names = [name for name, _ in options.env]
-    missing = [name for name in names if name not in environ]
-    if missing:
-        raise UsageError(f"-x {missing[0]}: the variable is not set; say -x {missing[0]}=VALUE")
-    local = all_local(options.hosts)
-    forward = [] if local else [*config.forwarded_names(), *own, *names]
-    extra: list[str] = []
-    if local and launcher.vendor == "Open MPI" and launcher.major >= 5:
-        # What a killed launcher leaves goes with the job's own directories.
-        extra += ["--prtemca", "prte_tmpdir_base", str(directory)]
-        if segments is not None:
-            extra += ["--mca", "btl_sm_backing_directory", str(segments)]
-            extra += ["--mca", "osc_sm_backing_directory", str(segments)]
-    extra += options.mpi_args
-    line = command_line(
-        launcher,
-        options.np,
-        argv,
-        hosts=options.hosts,
-        forward=list(dict.fromkeys(forward)),
-        tagged=not local,
-        extra=extra,
-    )
-    return line, environ

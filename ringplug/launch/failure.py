@@ -12,7 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-__all__ = ["Failure", "first", "from_launcher", "load", "record", "report", "started", "started_by"]
+__all__ = [
+    "Failure",
+    "first",
+    "from_launcher",
+    "load",
+    "record",
+    "report",
+    "started",
+    "started_by",
+]
 
 
 @dataclass(frozen=True, slots=True)

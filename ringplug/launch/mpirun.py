@@ -219,7 +219,7 @@ def command_line(
         tagged: Let the launcher mark each line of output with its rank.
         fabric: Whether a fast network is to be left to MPI's choice; None looks for one.
             Without one, Open MPI starts three times faster when it is told not to look.
-        extra: Options put before the command.
+        extra: Options put before the command; one that binds processes replaces ours.
     """
     if np < 1:
         raise UsageError(f"the number of ranks must be at least 1, not {np}")
@@ -228,6 +228,8 @@ def command_line(
     fabric = _has_fabric() if fabric is None else fabric
     if launcher.vendor == "Open MPI":
         options = _open_mpi(launcher, hosts, forward, tagged, fabric)
+        if not {"--bind-to", "-bind-to"} & set(extra):
+            options = ["--bind-to", "none", *options]
     else:
         options = _hydra(hosts, tagged)
     return [launcher.path, *options, *extra, "-n", str(np), *argv]
@@ -240,9 +242,7 @@ def _open_mpi(
     tagged: bool,
     fabric: bool,
 ) -> list[str]:
-    options = ["--bind-to", "none"]
-    if os.geteuid() == 0:
-        options.insert(0, "--allow-run-as-root")
+    options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     if not fabric:
         on_host = "sm" if launcher.major >= 5 else "vader"
         options += ["--mca", "pml", "ob1", "--mca", "btl", f"self,{on_host},tcp"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 import tty
 from collections import deque
 from pathlib import Path
@@ -19,10 +20,20 @@ _MARK = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?|^\[(\d+)\] ")
 
 
 class Console:
-    """Writes tagged lines, whole, to ringrun's own streams and to files by rank."""
+    """Writes tagged lines, whole, to ringrun's own streams and to files by rank.
 
-    def __init__(self, out: BinaryIO, err: BinaryIO, folder: Path | None = None) -> None:
+    Args:
+        out: For standard output.
+        err: For standard error.
+        folder: Where files by rank go, too, without tags.
+        timestamps: Put the time before each tagged line.
+    """
+
+    def __init__(
+        self, out: BinaryIO, err: BinaryIO, folder: Path | None = None, timestamps: bool = False
+    ) -> None:
         self._targets = {"stdout": out, "stderr": err}
+        self._timestamps = timestamps
         self._folder = folder
         self._files: dict[tuple[int, str], BinaryIO] = {}
         self._tails: dict[int, deque[str]] = {}
@@ -35,7 +46,8 @@ class Console:
         if rank < 0:
             target.write(shown + b"\n")
         else:
-            target.write(b"[%d] %s\n" % (rank, shown))
+            now = time.strftime("%Y-%m-%d %H:%M:%S ").encode() if self._timestamps else b""
+            target.write(b"%s[%d] %s\n" % (now, rank, shown))
             self._tails.setdefault(rank, deque(maxlen=_KEPT)).append(shown.decode(errors="replace"))
             if self._folder is not None:
                 self._file(rank, stream).write(line + b"\n")

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -17,11 +17,26 @@ from ringplug.launch import failure
 from ringplug.launch.job import Janitor, Job, die_with_parent
 from ringplug.launch.output import Console, Stream, launcher_lines, open_streams
 
-__all__ = ["Supervisor"]
+__all__ = ["Ended", "Supervisor"]
 
 _TICK = 0.1
 _FAILURE_GRACE = 5.0
 """Seconds in which the launcher may end a job that has failed before ringrun does it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a job ended.
+
+    Attributes:
+        code: The launcher's exit code.
+        failures: Failures of ranks, in no order.
+        said: What the launcher itself wrote.
+    """
+
+    code: int
+    failures: tuple[failure.Failure, ...]
+    said: str
 
 
 @dataclass
@@ -47,11 +62,26 @@ class Supervisor:
     _failed_since: float | None = None
 
     def run(self, line: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run the command line to its end; the exit code for ringrun.
+        """Run the command line to its end and say who failed first; the exit code for ringrun.
 
         It is the first failing rank's, 128 + signal for one that a signal ended, else the
         launcher's. No process and no file of the job is left when this returns or raises, or
         when this process is killed.
+        """
+        return self._conclude(self.watch(line, environ))
+
+    def watch(
+        self,
+        line: Sequence[str],
+        environ: Mapping[str, str],
+        collect: Callable[[], None] = lambda: None,
+    ) -> Ended:
+        """Run the command line to its end, clear up, and say nothing about the end.
+
+        Args:
+            line: The launcher's.
+            environ: Its environment.
+            collect: Called when all ranks have ended and the job's files are still there.
         """
         janitor = Janitor(self.job)
         handlers = {
@@ -74,13 +104,14 @@ class Supervisor:
             seen = failure.from_launcher(said, known)
             if seen is not None and seen.rank not in {one.rank for one in failures}:
                 failures.append(seen)
+            collect()
         finally:
             for stream in streams:
                 stream.close()
             janitor.finish()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        return self._conclude(code, failures, said)
+        return Ended(code, tuple(failures), said)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
@@ -198,21 +229,21 @@ class Supervisor:
         self.console.line(-1, "stderr", f"ringrun: {text}".encode())
         self.console.flush()
 
-    def _conclude(self, code: int, failures: Sequence[failure.Failure], said: str) -> int:
+    def _conclude(self, ended: Ended) -> int:
         """Say who failed first; the exit code."""
-        code = 128 - code if code < 0 else code
-        cause = failure.first(failures)
+        code = 128 - ended.code if ended.code < 0 else ended.code
+        cause = failure.first(ended.failures)
         if self._asked and (code != 0 or cause is not None):
             self._note_line(f"ended by {signal.Signals(self._asked).name}")
             return 128 + self._asked
         if cause is None:
-            for text in () if self.verbose else said.splitlines():
+            for text in () if self.verbose else ended.said.splitlines():
                 self.console.line(-1, "stderr", text.encode())
             if code != 0:
                 self._note_line(f"the launcher failed with exit code {code}")
             self.console.flush()
             return code
-        others = [one for one in failures if one is not cause]
+        others = [one for one in ended.failures if one is not cause]
         text = failure.report(cause, others, self.console.tail(cause.rank))
         self.console.line(-1, "stderr", text.rstrip("\n").encode())
         self.console.flush()

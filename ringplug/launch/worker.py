@@ -1,9 +1,10 @@
 """``python -m ringplug.launch.worker COMMAND...``: what ringrun starts as each rank.
 
 It runs a Python script (``--script``), module (``-m``) or code (``-c``) in this process as
-``python`` would, or replaces itself by another program. An exception or an exit code other than
-0 leaves a record for ringrun and ends the process at once: the interpreter's own exit would wait
-in MPI_Finalize for ranks that wait for this one.
+``python`` would, calls the function of `ringplug.run` (``--call``), or replaces itself by another
+program. With ``--as-horovod`` before that, ``import horovod`` is ringplug. An exception or an exit
+code other than 0 leaves a record for ringrun and ends the process at once: the interpreter's own
+exit would wait in MPI_Finalize for ranks that wait for this one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,12 @@ from ringplug.launch.job import die_with_parent
 
 __all__ = ["main"]
 
-_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+_OWN_FILES = (
+    __file__,
+    str(Path(__file__).with_name("called.py")),
+    runpy.__file__,
+    "<frozen runpy>",
+)
 
 
 def main() -> None:
@@ -49,15 +55,37 @@ def main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     command = sys.argv[1:]
-    if command[0] not in ("--script", "-m", "-c"):
-        _execute(command, directory, rank)
+    as_horovod = command[0] == "--as-horovod"
+    del command[: int(as_horovod)]
+    called = command[0] == "--call"
     try:
-        _run(command)
-        _warn_unused(launched)
+        if as_horovod:
+            _stand_in_for_horovod()
+        if called:
+            _call(directory, rank)
+        else:
+            _run(command, directory, rank)
+            _warn_unused(launched)
     except SystemExit as error:
-        _end(error, directory, rank)
+        _end(error, directory, rank, called)
     except BaseException as error:  # noqa: BLE001 - whatever it was, the job ends and shows it
-        _end(error, directory, rank)
+        _end(error, directory, rank, called)
+
+
+def _stand_in_for_horovod() -> None:
+    """Import ``horovod`` before the script's folder, which may hold another, is looked into."""
+    from ringplug.as_horovod import install
+
+    install()
+
+
+def _call(directory: Path | None, rank: int) -> None:
+    """Call the function of `ringplug.run`."""
+    from ringplug.launch.called import call
+
+    assert directory is not None
+    sys.argv[:] = [""]
+    call(directory, rank)
 
 
 def _warn_unused(launched: config.Launched | None) -> None:
@@ -99,9 +127,11 @@ def _execute(command: list[str], directory: Path | None, rank: int) -> NoReturn:
     os.execvp(command[0], command)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], directory: Path | None, rank: int) -> None:
     """Run Python code as ``python`` itself would, as the module ``__main__``."""
     kind = command[0]
+    if kind not in ("--script", "-m", "-c"):
+        _execute(command, directory, rank)
     if kind == "-m":
         sys.argv[:] = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
@@ -140,8 +170,11 @@ def _execute_code(source: bytes, name: str, file: str | None) -> None:
     exec(compile(source, name, "exec", dont_inherit=True), module.__dict__)
 
 
-def _end(error: BaseException, directory: Path | None, rank: int) -> None:
-    """Record the failure, show it, and end the process; an exit with code 0 goes on normally."""
+def _end(error: BaseException, directory: Path | None, rank: int, called: bool) -> None:
+    """Record the failure, show it, and end the process; an exit with code 0 goes on normally.
+
+    The caller of `ringplug.run` gets the record as an exception; it is not shown twice.
+    """
     code, text = _exit_code(error)
     if code == 0:
         return
@@ -160,6 +193,8 @@ def _end(error: BaseException, directory: Path | None, rank: int) -> None:
         record(directory, failure)
     if isinstance(error, SystemExit):
         _quit(f"{text}\n" if text else "", code)
+    if called:
+        _quit("", code)
     # The hook of a library may end the job by itself; the record is there already.
     sys.excepthook(type(error), error.with_traceback(trace), trace)
     _quit("", code)

@@ -102,6 +102,12 @@ def test_open_mpi_here():
     assert ("--allow-run-as-root" in line) == (os.geteuid() == 0)
 
 
+def test_binding_can_be_asked_for():
+    line = command_line(OPEN_MPI, 2, ["a"], extra=["--bind-to", "core"])
+    assert line.count("--bind-to") == 1
+    assert "none" not in line
+
+
 def test_older_open_mpi_has_another_name_for_shared_memory():
     line = command_line(OPEN_MPI_4, 2, ["a"], fabric=False, tagged=True)
     assert "self,vader,tcp" in line

@@ -316,9 +316,32 @@ def test_a_variable_that_is_not_set_is_an_error(tmp_path):
 
 
 def test_an_unknown_option_is_refused():
-    done = ringrun("-np", "2", "--autotune", "python", "-c", "print(1)")
+    done = ringrun("-np", "2", "--auto-tune", "python", "-c", "print(1)")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "ringrun: unknown option --autotune; `ringrun --help` lists all\n"
+    assert done.stderr == "ringrun: unknown option --auto-tune; `ringrun --help` lists all\n"
+
+
+def test_horovodruns_options_warn_once_or_reach_the_ranks(tmp_path):
+    code = (
+        "import os; print(*(os.environ[n] for n in "
+        "('RINGPLUG_TIMELINE', 'RINGPLUG_TIMELINE_MARK_CYCLES', 'HOROVOD_STALL_CHECK_DISABLE')))"
+    )
+    line = "--allow-run-as-root -np 2 --mpi --cycle-time-ms 5 --autotune --network-interfaces lo "
+    line += "--timeline-filename t.json --timeline-mark-cycles --no-stall-check "
+    line += "--prefix-output-with-timestamp"
+    done = ringrun(*line.split(), "--binding-args=--bind-to core", "python", "-c", code)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", "", text, flags=re.M)
+                   for text in done.stdout.splitlines())  # fmt: skip
+    assert lines == [f"[{rank}] t.json 1 1" for rank in range(2)]
+    assert done.stderr.count("without effect") == 1
+    assert done.stderr.count("--cycle-time-ms") == 1
+
+
+def test_horovodruns_gloo_is_refused():
+    done = ringrun("-np", "2", "--gloo", "python", "-c", "print(1)")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--gloo is not offered" in done.stderr
 
 
 def test_help_and_version():
