@@ -22,6 +22,13 @@ def story(events, track):
     return [e.get("name", "/") for e in events if e["pid"] == pid and e["ph"] in "BEX"]
 
 
+def check_over(events, track):
+    """Fail unless all that began on other tracks had ended when `track` began."""
+    (pid,) = [pid for pid, name in tracks(events).items() if name == track]
+    first = next(at for at, e in enumerate(events) if e["pid"] == pid and e["ph"] != "M")
+    check_spans(events[:first])
+
+
 def check_spans(events, ended=True):
     """Fail unless time goes on, and each track's begins and ends match."""
     last, depth = 0, {}

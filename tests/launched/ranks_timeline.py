@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import ringplug
 from ringplug.backend import runtime
 from ringplug.backend.fusion import TensorSpec
 from tests.checks import check, run_checks
-from tests.timelines import check_spans, read, story, tracks
+from tests.timelines import check_over, check_spans, read, story, tracks
 
 FOLDER = Path(sys.argv[1])
 F4 = np.dtype(np.float32)
@@ -59,6 +60,7 @@ def the_environment_records_on_rank_0(rank, size):
     with pytest.raises(ringplug.UsageError, match="call stop_timeline"):
         ringplug.start_timeline(FOLDER / "no.json")
     ringplug.shutdown()
+    assert "ringplug-timeline" not in [thread.name for thread in threading.enumerate()]
     if rank == 0:
         events = read(path)
         check_spans(events)
@@ -75,6 +77,7 @@ def dynamic_waits_for_the_program(rank, size):
         ringplug.start_timeline(FOLDER / "no.json")
     with pytest.raises(ValueError, match="initialized"):
         ringplug.stop_timeline()
+    os.chdir(FOLDER)
     ringplug.init(process_sets="dynamic")
     del os.environ["HOROVOD_TIMELINE"], os.environ["HOROVOD_TIMELINE_MARK_CYCLES"]
     ringplug.allreduce(ONE, name="before")
@@ -95,7 +98,7 @@ def dynamic_waits_for_the_program(rank, size):
             assert "allreduce.after" not in path.read_text()
             assert "allreduce.before" not in path.read_text()
             assert ("CYCLE_START" in path.read_text()) == marks
-    assert not Path("DYNAMIC").exists()
+    assert not (FOLDER / "DYNAMIC").exists()
 
 
 @check
@@ -114,11 +117,13 @@ def every_kind_of_operation(rank, size):
     for handle in handles:
         ringplug.synchronize(handle)
     ringplug.join()
+    ringplug.allreduce(ONE, name="then")
     ringplug.stop_timeline()
     if rank:
         return
     events = read(path)
     check_spans(events)
+    check_over(events, "allreduce.then")
     copied = "MEMCPY_IN_FUSION_BUFFER / SHARED_MEMORY_BCAST / MEMCPY_OUT_FUSION_BUFFER /"
     for track, wanted in {
         "allgather.g": "SHARED_MEMORY_ALLGATHER /",
@@ -162,14 +167,16 @@ def a_plan_shows_how_its_tensors_wait_and_travel(rank, size):
     for index in (2, 1, 0):
         plan.ready(index, arrays[index])
     plan.finish()
+    ringplug.allreduce(ONE, name="then")
     ringplug.stop_timeline()
     if rank:
         return
     events = read(path)
     check_spans(events)
+    check_over(events, "allreduce.then")
     names = [event.get("name") for event in events]
-    assert names.count("CYCLE_START") == 2
-    assert not any(name.startswith("NEGOTIATE") for name in names if name)
+    assert names.count("CYCLE_START") == 3
+    assert names.count("NEGOTIATE_ALLREDUCE") == 1
     at_once, as_ready = steps(events, "allreduce.b")
     assert at_once[:5] == ["ALLREDUCE", "QUEUE", "/", "WAIT_FOR_DATA", "/"]
     assert at_once[-3:] == ["SHARED_MEMORY_ALLREDUCE", "/", "/"]
@@ -190,7 +197,7 @@ def a_plan_shows_how_its_tensors_wait_and_travel(rank, size):
         *["ALLREDUCE", "QUEUE", "/", "/"],
         *["ALLREDUCE", "WAIT_FOR_OTHER_TENSOR_DATA", "/", "/"],
     ]
-    (begin, _) = [
+    begin, _ = [
         e
         for e in events
         if e.get("name") == "ALLREDUCE" and e["pid"] == pid_of(events, "allreduce.w")

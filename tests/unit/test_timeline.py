@@ -9,11 +9,14 @@ import time
 
 import pytest
 
+from ringplug.backend.coordinator import Coordinator
 from ringplug.backend.errors import UsageError
+from ringplug.backend.request import Request
 from ringplug.backend.trace import Recording, Timeline
 from ringplug.backend.trace import file as trace_file
 from ringplug.backend.trace import recording as trace_recording
 from ringplug.backend.trace.file import TraceFile
+from ringplug.backend.trace.operations import Operations
 from ringplug.backend.trace.spans import Spans
 from tests.timelines import check_spans, read, story
 
@@ -420,6 +423,26 @@ def test_a_fork_leaves_the_file_alone(tmp_path):
     whole_operation(recording)
     recording.close()
     check_spans(read(path))
+
+
+# -- a named lane
+
+
+def test_a_request_that_is_taken_back_negotiates_no_longer(tmp_path):
+    path = tmp_path / "trace.json"
+    timeline = Timeline(0, 2)
+    coordinator = Coordinator([0, 5], Operations(timeline, None))
+    timeline.start(path)
+    request = Request("w", "allreduce", ("float32",), ((3,),), "SUM")
+    coordinator.enter(1, request)
+    coordinator.withdraw(1, "w")
+    # Nobody waits for this one: it comes too late, and only hears so.
+    coordinator.enter(0, request)
+    coordinator.enter(1, request)
+    coordinator.enter(0, request)
+    timeline.stop()
+    said = ["NEGOTIATE_ALLREDUCE", "5", "/", "NEGOTIATE_ALLREDUCE", "5", "0", "/"]
+    assert story(read(path), "allreduce.w") == said
 
 
 # -- starting and stopping
