@@ -269,7 +269,7 @@ def _differentiable(
     if not any(t.dtype.is_floating or t.dtype.is_complex for t in tensors):
         return forward(list(tensors))
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    @tf.custom_gradient
     def operation(*given: Any) -> Any:
         outputs = forward(list(given))
 
@@ -321,7 +321,7 @@ def _starts(tensors: Sequence[Any], process_set: ProcessSet | None, compiled: bo
 
     mine = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in tensors])
     (starts,) = run(job, [mine], [Result(tf.int64, (len(tensors),))], "allgather")
-    return tf.unstack(starts)  # type: ignore[no-any-return]
+    return list(tf.unstack(starts))
 
 
 def _rows_of(grad: Any, start: Any, tensor: Any) -> Any:

@@ -113,7 +113,8 @@ def entry(function: Callable[P, T]) -> Callable[P, T]:
         with surfacing():
             return function(*args, **kwargs)
 
-    return tf.autograph.experimental.do_not_convert(called)  # type: ignore[no-any-return]
+    untouched: Callable[P, T] = tf.autograph.experimental.do_not_convert(called)
+    return untouched
 
 
 def _rebuild(
@@ -123,26 +124,38 @@ def _rebuild(
     args: tuple[Any, ...],
     state: dict[str, Any],
 ) -> RingplugError:
-    error: Any = BaseException.__new__(_class_of(kind, other))
-    message = str(args[0]) if args else ""
-    tf.errors.OpError.__init__(error, None, None, message, code)
+    error = _class_of(kind, other, code)(None, None, str(args[0]) if args else "")
     error.args = args
     vars(error).update(state)
-    return error  # type: ignore[no-any-return]
+    made: RingplugError = error
+    return made
 
 
-@functools.cache
-def _class_of(kind: type[RingplugError], other: type[tf.errors.OpError]) -> type[Any]:
+_classes: dict[tuple[Any, Any], Any] = {}
+
+
+def _class_of(kind: type[RingplugError], other: type[tf.errors.OpError], code: int) -> Any:
+    if (kind, other) in _classes:
+        return _classes[kind, other]
+
+    # AutoGraph makes errors of a trace anew with its own text, if they take these arguments.
+    def __init__(self: Any, node_def: Any, op: Any, message: str, *args: Any) -> None:
+        tf.errors.OpError.__init__(self, node_def, op, message, code, *args)
+        self.args = (message,)
+
     def __reduce__(self: Any) -> Any:
-        state = {name: value for name, value in vars(self).items() if name in known(self)}
-        return _rebuild, (kind, other, self.error_code, self.args, state)
+        own = set(vars(self)) - set(vars(type(self)(None, None, "")))
+        state = {name: value for name, value in vars(self).items() if name in own}
+        return _rebuild, (kind, other, code, self.args, state)
 
-    def known(self: Any) -> set[str]:
-        # What OpError adds is made anew.
-        return set(vars(self)) - set(vars(tf.errors.OpError(None, None, "", 0)))
-
-    return type(
+    made = type(
         kind.__name__,
         (kind, other),
-        {"__reduce__": __reduce__, "__module__": __name__, "__doc__": kind.__doc__},
+        {
+            "__init__": __init__,
+            "__reduce__": __reduce__,
+            "__module__": __name__,
+            "__doc__": kind.__doc__,
+        },
     )
+    return _classes.setdefault((kind, other), made)
