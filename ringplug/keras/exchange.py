@@ -22,22 +22,31 @@ from ringplug.backend.plan import Plan
 from ringplug.backend.transport import Transport
 from ringplug.keras.latch import Latch
 
-__all__ = ["DenseExchange", "Meter", "SparseExchange", "mark", "step_lane"]
+__all__ = ["DenseExchange", "Meter", "SparseExchange", "gather_numbers", "mark", "step_lane"]
 
-_lanes: weakref.WeakKeyDictionary[Any, Lane] = weakref.WeakKeyDictionary()
+_lanes: weakref.WeakKeyDictionary[Any, dict[Any, Lane]] = weakref.WeakKeyDictionary()
 
 
-def step_lane() -> Lane:
-    """The lane of compiled steps; made on first use, which is collective over all ranks."""
+def step_lane(ranks: tuple[int, ...] | None = None) -> Lane:
+    """The lane of compiled steps; made on first use, which is collective over its ranks.
+
+    Args:
+        ranks: Whose lane, this rank among them; None: all ranks'.
+    """
     current = runtime.current()
-    lane = _lanes.get(current)
-    if lane is None:
-        lane = _lanes[current] = current.lane("keras")
-    return lane
+    lanes = _lanes.setdefault(current, {})
+    if ranks not in lanes:
+        name = "keras" if ranks is None else f"keras of ranks {', '.join(map(str, ranks))}"
+        lanes[ranks] = current.lane(name, ranks)
+    return lanes[ranks]
 
 
-def mark(what: str) -> None:
+def mark(what: str, ranks: tuple[int, ...] | None = None) -> None:
     """Say on the lane of steps where this rank is; its own steps have run.
+
+    Args:
+        what: The place that all ranks must have reached.
+        ranks: Whose lane; None: all ranks'.
 
     Raises:
         MismatchError: On every rank, when another is elsewhere: in the gradients of a step,
@@ -49,7 +58,25 @@ def mark(what: str) -> None:
         "StopTogetherCallback)"
     )
     signature = digest(text)
-    step_lane().run(lambda transport: transport.agree(signature, text), what)
+    step_lane(ranks).run(lambda transport: transport.agree(signature, text), what)
+
+
+def gather_numbers(mine: int, ranks: tuple[int, ...] | None = None) -> list[int]:
+    """A number of every rank, over the lane of steps.
+
+    Args:
+        mine: 64 bits.
+        ranks: Whose lane; None: all ranks'.
+    """
+    what = "comparison of numbers"
+
+    def job(transport: Transport) -> list[int]:
+        transport.agree(digest(what), what)
+        found = np.empty(transport.size, np.int64)
+        transport.allgather(np.array([mine], np.int64), found, [1] * transport.size)
+        return [int(number) for number in found]
+
+    return step_lane(ranks).run(job, what)
 
 
 class Meter:
@@ -58,11 +85,14 @@ class Meter:
     Attributes:
         updates: Reductions of gradients that have been completed.
         latch: The first error of a reduction, until it is raised.
+
+    Args:
+        latch: One that others share; an own one by default.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, latch: Latch | None = None) -> None:
         self.updates = 0
-        self.latch = Latch()
+        self.latch = Latch() if latch is None else latch
 
     def run(self, work: Callable[[], None], counts: bool) -> None:
         """Do `work` unless an error waits; latch what it raises, and raise it."""
@@ -87,10 +117,12 @@ class DenseExchange:
         specs: Sequence[TensorSpec],
         name: str,
         op: ReduceOp,
-        compression: str | None,
+        compression: Any,
+        ranks: tuple[int, ...] | None = None,
     ) -> None:
         self.meter = meter
         self.specs = tuple(specs)
+        self._ranks = ranks
         self._name = name
         self._op = op
         self._compression = compression
@@ -113,7 +145,7 @@ class DenseExchange:
                 name=self._name,
                 op=self._op,
                 compression=self._compression,
-                lane=step_lane(),
+                lane=step_lane(self._ranks),
             )
             self._runtime = current
         return self._plan
@@ -126,13 +158,25 @@ class SparseExchange:
     """
 
     def __init__(
-        self, meter: Meter, row: tuple[int, ...], dtype: str, name: str, op: ReduceOp
+        self,
+        meter: Meter,
+        row: tuple[int, ...],
+        dtype: str,
+        name: str,
+        op: ReduceOp,
+        ranks: tuple[int, ...] | None = None,
     ) -> None:
+        self._ranks = ranks
         self.meter = meter
         self.row = row
         self._name = name
         self._op = op
         self._dtype = dtype
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+        return runtime.current().world.size if self._ranks is None else len(self._ranks)
 
     def __call__(self, values: Array, indices: Array) -> tuple[Array, Array]:
         """All ranks' rows, divided by the number of ranks for an average, and their indices.
@@ -169,7 +213,7 @@ class SparseExchange:
         self.meter.run(work, False)
 
     def _gather(self, values: Array, indices: Array) -> tuple[Array, Array, list[int]]:
-        factor = 1.0 / runtime.current().world.size if self._op == ReduceOp.AVERAGE else 1.0
+        factor = 1.0 / self.size if self._op == ReduceOp.AVERAGE else 1.0
         width = int(np.prod(self.row, dtype=np.int64))
         what = f"gather of {self._name}: rows {self.row} {self._dtype}, {indices.dtype}"
         signature = digest(what)
@@ -188,4 +232,4 @@ class SparseExchange:
             scale_into(all_values, factor, all_values)
             return all_values.reshape(-1, *self.row), all_indices, rows
 
-        return step_lane().run(job, self._name)
+        return step_lane(self._ranks).run(job, self._name)

@@ -47,6 +47,8 @@ def _primitive() -> Primitive:
     effects.lowerable_effects.add_type(Ordered)
     effects.ordered_effects.add_type(Ordered)
     effects.control_flow_allowed_effects.add_type(Ordered)
+    effects.custom_derivatives_allowed_effects.add_type(Ordered)
+    effects.remat_allowed_effects.add_type(Ordered)
 
     primitive = core.Primitive("ringplug_call")
     primitive.multiple_results = True

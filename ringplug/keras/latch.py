@@ -7,8 +7,9 @@ that its handler met waits here for the next callback or optimizer call.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
-__all__ = ["Latch"]
+__all__ = ["OF_LAYERS", "Latch", "take_latched"]
 
 
 class Latch:
@@ -33,3 +34,15 @@ class Latch:
         with self._lock:
             error, self._error = self._error, None
             return error
+
+
+OF_LAYERS = Latch()
+"""The first error of a layer's exchange in a compiled step: a layer has no optimizer to keep it."""
+
+
+def take_latched(optimizer: Any) -> BaseException | None:
+    """The error that waits for an optimizer, or of a layer; neither waits any more."""
+    reduction = getattr(optimizer, "ringplug", None)
+    own = reduction.meter.latch.take() if reduction is not None else None
+    of_layer = OF_LAYERS.take()
+    return own or of_layer

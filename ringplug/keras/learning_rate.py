@@ -12,12 +12,24 @@ from ringplug.backend import runtime
 from ringplug.backend.errors import UsageError
 from ringplug.keras import schedules
 
-__all__ = ["assign", "current", "factor", "inner_optimizers", "leaves", "scale"]
+__all__ = [
+    "BY_CALLBACKS",
+    "assign",
+    "current",
+    "factor",
+    "inner_optimizers",
+    "leaves",
+    "scale",
+    "scale_once",
+]
+
+BY_CALLBACKS = "callbacks"
+"""The choice that leaves the learning rate to ringplug's own callbacks."""
 
 
 def factor(scale_lr: str | None, size: int) -> float:
-    """What a learning rate is multiplied by with `size` ranks."""
-    if scale_lr is None:
+    """What a learning rate is multiplied by at once with `size` ranks."""
+    if scale_lr is None or scale_lr == BY_CALLBACKS:
         return 1.0
     if scale_lr not in ("linear", "sqrt"):
         raise UsageError(f"scale_lr={scale_lr!r}: expected 'linear', 'sqrt' or None")
@@ -69,6 +81,28 @@ def scale(optimizer: Any, by: float, announce: bool = True) -> None:
         else:
             leaf._learning_rate = schedules.ScaledCallable(rate, by)
             _print(f"{type(leaf).__name__}: learning rate function x {by:g}", announce)
+
+
+def scale_once(optimizer: Any, reduction: Any, scale_lr: str | None) -> bool:
+    """Multiply the learning rate because a callback says so, unless that was decided before.
+
+    Args:
+        optimizer: Distributed.
+        reduction: Its reductions, which remember the decision.
+        scale_lr: ``"linear"``, ``"sqrt"``, or None: it stays as it is.
+
+    Returns:
+        Whether a step that was compiled before has the old learning rate in it.
+    """
+    by = factor(scale_lr, runtime.current().world.size)
+    if not reduction.may_scale:
+        return False
+    reduction.may_scale = False
+    if by == 1.0:
+        return False
+    scale(optimizer, by)
+    reduction.scaled = by
+    return not all(isinstance(leaf._learning_rate, keras.Variable) for leaf in leaves(optimizer))
 
 
 def _print(what: str, announce: bool) -> None:

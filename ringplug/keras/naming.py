@@ -7,9 +7,11 @@ a saved model does not know ringplug.
 
 from __future__ import annotations
 
+import re
+
 import keras
 
-__all__ = ["masquerade"]
+__all__ = ["masquerade", "without_counters"]
 
 _TORCH_VARIANTS = "keras.src.backend.torch.optimizers"
 
@@ -32,3 +34,8 @@ def _is_public(base: type) -> bool:
     """Whether it is one of ``keras.optimizers``, or the variant of one for torch."""
     candidates = base.__mro__ if base.__module__.startswith(_TORCH_VARIANTS) else (base,)
     return any(getattr(keras.optimizers, kind.__name__, None) is kind for kind in candidates)
+
+
+def without_counters(path: str) -> str:
+    """A path without Keras' counters of equal names, which may differ between ranks."""
+    return re.sub(r"_\d+(?=/|:|$)", "", path)

@@ -21,18 +21,16 @@ from typing import Any, ClassVar
 
 import keras
 
-from ringplug.backend import runtime
-from ringplug.backend.buffers import ReduceOp
 from ringplug.backend.errors import UsageError
-from ringplug.keras import learning_rate, quiet, step
-from ringplug.keras.exchange import step_lane
+from ringplug.keras import learning_rate, step
 from ringplug.keras.naming import masquerade
+from ringplug.keras.options import Options
 from ringplug.keras.progress import check_reduced, forget_progress, raise_latched, restore
-from ringplug.keras.reduce import Options, Reduction
+from ringplug.keras.reduce import Reduction
 
 __all__ = [
     "Distributed",
-    "DistributedOptimizer",
+    "distributed_inside",
     "reduction_of",
     "reseat",
     "swap",
@@ -59,11 +57,26 @@ class Distributed:
             object.__setattr__(self, "_ringplug_state", state)
         return state
 
+    def register_local_var(self, var: Any) -> None:
+        """Keep a variable's gradients on this rank: they are not combined with the others'.
+
+        They are divided by the number of ranks, unless ``scale_local_gradients=False``.
+
+        Args:
+            var: A Keras variable, or one of the backend, that this optimizer trains. Register
+                the same variables on every rank, before the first step.
+
+        Raises:
+            UsageError: It is no variable.
+        """
+        self.ringplug.local.add(var)
+
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         raise_latched(self)
-        if _nested() or not self.ringplug.active:
+        if _nested():
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
-        _refuse_inner(self)
+        if self.ringplug.active:
+            _refuse_inner(self)
         with _outermost(self):
             variables = trainable_variables
             if variables is not None:
@@ -72,32 +85,45 @@ class Distributed:
                 variables = self._trainable_variables  # type: ignore[attr-defined]
             grads = list(grads)
             if variables is not None and len(grads) == len(variables) and grads:
-                grads = self._ringplug_reduce(grads, variables)
+                grads = self._ringplug_combine(grads, variables)
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
-    def _ringplug_reduce(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+    def _ringplug_combine(self, grads: list[Any], variables: Sequence[Any]) -> list[Any]:
+        if not self.ringplug.active:
+            return self.ringplug.alone(grads, variables)
         if not self._ringplug_accumulates():
             return self.ringplug.reduce(grads, variables)
         if step.is_eager([gradient for gradient in grads if gradient is not None]):
             # Which gradients exist may differ between ranks and micro-batches, but what is
             # accumulated must be the same list everywhere: a missing one counts as zero.
+            local = self.ringplug.local.among(variables)
             grads = [
-                keras.ops.zeros(variable.shape, variable.dtype) if gradient is None else gradient
-                for gradient, variable in zip(grads, variables, strict=True)
+                keras.ops.zeros(variable.shape, variable.dtype)
+                if gradient is None and index not in local
+                else gradient
+                for index, (gradient, variable) in enumerate(zip(grads, variables, strict=True))
             ]
+        # What Keras passes on from here: the owners of what `_clip_gradients` gets.
+        _inside.owners = [
+            variable
+            for gradient, variable in zip(grads, variables, strict=True)
+            if gradient is not None and not getattr(variable, "overwrite_with_gradient", False)
+        ]
         return self.ringplug.overwrite(grads, variables)
 
     def _ringplug_accumulates(self) -> bool:
         return bool(self.gradient_accumulation_steps)  # type: ignore[attr-defined]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        if _owner() is self and self._ringplug_accumulates():
+        if _owner() is self and self.ringplug.active and self._ringplug_accumulates():
             grads = self._ringplug_per_update(list(grads))
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def _ringplug_per_update(self, grads: list[Any]) -> list[Any]:
+        owners = _inside.owners
+
         def reduce(given: list[Any]) -> list[Any]:
-            return self.ringplug.reduce(given, None)
+            return self.ringplug.reduce(given, None, owners)
 
         if keras.backend.backend() != "jax":
             # TensorFlow and torch call this in the branch that updates.
@@ -152,15 +178,13 @@ class DistributedLossScale(Distributed):
         self, optimizer_variables: Any, grads: Any, trainable_variables: Any
     ) -> Any:
         raise_latched(self)
-        if _nested() or not self.ringplug.active:
+        if _nested():
             return super().stateless_apply(  # type: ignore[misc]
                 optimizer_variables, grads, trainable_variables
             )
         with _outermost(self):
-            grads = self.ringplug.reduce(
-                list(grads),
-                self._trainable_variables,  # type: ignore[attr-defined]
-            )
+            variables = self._trainable_variables  # type: ignore[attr-defined]
+            grads = self._ringplug_combine(list(grads), variables)
             return super().stateless_apply(  # type: ignore[misc]
                 optimizer_variables, grads, trainable_variables
             )
@@ -170,101 +194,9 @@ class DistributedLossScale(Distributed):
         return False
 
 
-def DistributedOptimizer(
-    optimizer: Any,
-    name: str | None = None,
-    compression: str | None = None,
-    op: ReduceOp = ReduceOp.AVERAGE,
-    gradient_predivide_factor: float = 1.0,
-    sparse_as_dense: bool = False,
-    scale_lr: str | None = "linear",
-    backward_passes_per_step: int = 1,
-) -> Any:
-    """Make an optimizer combine its gradients over all ranks before it uses them.
-
-    Call it on every rank with equal arguments, before `compile`. The optimizer itself is
-    changed and returned, with its state; only under the global dtype policy
-    ``mixed_float16`` the result is a new `LossScaleOptimizer` around it, the same that
-    `compile` would have made. Applied twice, it does nothing the second time. With one rank
-    the optimizer computes what it computes without ringplug.
-
-    Args:
-        optimizer: Any Keras optimizer, built or not; an identifier such as ``"adam"`` too.
-        name: What errors call its gradients; the optimizer's class by default.
-        compression: What gradients travel as: ``"fp16"``, ``"bf16"``, ``"none"``; None is the
-            setting ``compression``. Sums are accumulated in float32 all the same. Sparse
-            gradients always travel as they are.
-        op: ``Average`` or ``Sum`` of the ranks' gradients.
-        gradient_predivide_factor: With Average, gradients are divided by this before the
-            exchange and multiplied by it after the division by the number of ranks.
-        sparse_as_dense: Gradients of embeddings (``IndexedSlices``) are made dense before the
-            exchange. By default their rows are gathered, which gives what one process would
-            get for all the data.
-        scale_lr: The learning rate is multiplied by the number of ranks (``"linear"``), by its
-            square root (``"sqrt"``), or left alone (None). Rank 0 prints the change. A script
-            that scales by itself passes None; one that also passes its scaled rate to a
-            callback as `initial_lr` may leave this as it is: the callback takes precedence.
-        backward_passes_per_step: Micro-batches per update: sets the optimizer's
-            ``gradient_accumulation_steps``. One exchange per update.
-
-    Raises:
-        NotInitializedError: `init` was not called.
-        UsageError: An argument cannot be used, or TensorFlow, Keras or torch distribute too.
-    """
-    options = Options(name, compression, ReduceOp(op), gradient_predivide_factor, sparse_as_dense)
-    optimizer = keras.optimizers.get(optimizer)
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise UsageError(f"{optimizer!r} is not a Keras optimizer")
-    world = runtime.current().world
-    factor = learning_rate.factor(scale_lr, world.size)
-    if world.size > 1:
-        step.refuse()
-        step_lane()
-        quiet.rank_zero_only()
-    _accumulate(optimizer, backward_passes_per_step)
-    if isinstance(optimizer, Distributed):
-        return optimizer
-    already = max([1.0, *(inner.ringplug.scaled for inner in _distributed_inside(optimizer))])
-    loss_scale = keras.optimizers.LossScaleOptimizer
-    policy = keras.config.dtype_policy().name
-    if policy == "mixed_float16" and not isinstance(optimizer, loss_scale):
-        # compile would put its LossScaleOptimizer around ours, where one rank's overflow
-        # keeps it alone from the exchange.
-        optimizer = loss_scale(optimizer, name="loss_scale_optimizer")
-    swap(optimizer, options)
-    optimizer.ringplug.scaled = already
-    if factor != 1.0 and already == 1.0:
-        learning_rate.scale(optimizer, factor)
-        optimizer.ringplug.scaled = factor
-    return optimizer
-
-
-def _accumulate(optimizer: Any, passes: int) -> None:
-    if passes < 1:
-        raise UsageError(f"backward_passes_per_step={passes}: expected 1 or more")
-    if passes == 1:
-        return
-    inner = optimizer
-    while isinstance(inner, keras.optimizers.LossScaleOptimizer):
-        inner = inner.inner_optimizer
-    if inner.gradient_accumulation_steps == passes:
-        return
-    if inner.built:
-        raise UsageError(
-            "backward_passes_per_step needs an optimizer that is not built yet: "
-            "its accumulators are made then"
-        )
-    if inner.gradient_accumulation_steps:
-        raise UsageError(
-            f"backward_passes_per_step={passes}, but the optimizer has "
-            f"gradient_accumulation_steps={inner.gradient_accumulation_steps}"
-        )
-    inner.gradient_accumulation_steps = passes
-
-
 def swap(optimizer: Any, options: Options) -> None:
     """Make `optimizer` distributed in place, and the optimizers inside it plain."""
-    for inner in _distributed_inside(optimizer):
+    for inner in distributed_inside(optimizer):
         inner.__class__ = type(inner)._ringplug_base
     if isinstance(optimizer, Distributed):
         return
@@ -283,13 +215,13 @@ def reseat(model: Any) -> bool:
     outer = model.optimizer
     if isinstance(outer, Distributed):
         return True
-    inside = _distributed_inside(outer)
+    inside = distributed_inside(outer)
     if not inside or not isinstance(outer, keras.optimizers.LossScaleOptimizer):
         return False
     first = inside[0]
-    options, scaled = type(first)._ringplug_options, first.ringplug.scaled
-    swap(outer, options)
-    outer.ringplug.scaled = scaled
+    before = first.ringplug
+    swap(outer, before.options)
+    outer.ringplug.take_over(before)
     # Whatever was traced contains the old arrangement; fit makes the function anew.
     model.train_function = None
     return True
@@ -318,10 +250,11 @@ def reduction_of(optimizer: Any) -> Reduction | None:
     return optimizer.ringplug if isinstance(optimizer, Distributed) else None
 
 
-def _distributed_inside(optimizer: Any) -> list[Any]:
+def distributed_inside(optimizer: Any) -> list[Any]:
+    """The distributed ones among the optimizers that `optimizer` hands gradients to."""
     inner = learning_rate.inner_optimizers(optimizer)
     found = [one for one in inner if isinstance(one, Distributed)]
-    return found + [deeper for one in inner for deeper in _distributed_inside(one)]
+    return found + [deeper for one in inner for deeper in distributed_inside(one)]
 
 
 def _owner() -> Any:
@@ -342,7 +275,7 @@ def _outermost(optimizer: Any) -> Iterator[None]:
         optimizer.ringplug.meter.latch.take()
         raise
     finally:
-        _inside.owner = None
+        _inside.owner = _inside.owners = None
 
 
 @step.uncompiled

@@ -10,6 +10,7 @@ import keras
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import NotReducedError
 from ringplug.keras import learning_rate, step
+from ringplug.keras.latch import OF_LAYERS, take_latched
 from ringplug.keras.reduce import Reduction
 
 __all__ = ["check_reduced", "forget_progress", "raise_latched", "restore"]
@@ -17,11 +18,11 @@ __all__ = ["check_reduced", "forget_progress", "raise_latched", "restore"]
 
 def raise_latched(optimizer: Any) -> None:
     """Raise the error of an earlier step of `optimizer`, if one waits."""
-    latch = optimizer.ringplug.meter.latch
-    if latch.waiting() is None:
+    latches = (optimizer.ringplug.meter.latch, OF_LAYERS)
+    if all(latch.waiting() is None for latch in latches):
         return
     step.settle(optimizer)
-    error = latch.take()
+    error = take_latched(optimizer)
     if error is not None:
         raise error
 

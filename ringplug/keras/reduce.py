@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -13,39 +11,19 @@ import numpy as np
 
 from ringplug.backend import runtime
 from ringplug.backend.buffers import Array, ReduceOp
-from ringplug.backend.errors import UsageError
 from ringplug.backend.fusion import TensorSpec
 from ringplug.keras import step
+from ringplug.keras.compression import user_compressor, wire_codec
 from ringplug.keras.dtypes import numpy_dtype
 from ringplug.keras.exchange import DenseExchange, Meter, SparseExchange
 from ringplug.keras.fingerprint import MARKS, fingerprint
+from ringplug.keras.local import LocalVariables
+from ringplug.keras.naming import without_counters
+from ringplug.keras.options import Options
 
-__all__ = ["Options", "Reduction"]
+__all__ = ["Reduction"]
 
 _UNMARKED = np.zeros(MARKS, np.float32)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `DistributedOptimizer` was asked for; see there."""
-
-    name: str | None = None
-    compression: str | None = None
-    op: ReduceOp = ReduceOp.AVERAGE
-    gradient_predivide_factor: float = 1.0
-    sparse_as_dense: bool = False
-
-    def __post_init__(self) -> None:
-        if self.compression not in (None, "none", "fp16", "bf16"):
-            raise UsageError(
-                f"compression={self.compression!r}: expected None, 'none', 'fp16' or 'bf16'"
-            )
-        if self.op not in (ReduceOp.AVERAGE, ReduceOp.SUM):
-            raise UsageError(f"op={self.op!r}: gradients can be combined by Average or Sum")
-        if self.gradient_predivide_factor <= 0:
-            raise UsageError("gradient_predivide_factor must be above 0")
-        if self.gradient_predivide_factor != 1.0 and self.op != ReduceOp.AVERAGE:
-            raise UsageError("gradient_predivide_factor needs op=Average")
 
 
 class Reduction:
@@ -55,6 +33,8 @@ class Reduction:
         options: What the user asked for.
         meter: Counts and errors.
         scaled: By how much the learning rate was multiplied because of the world's size.
+        may_scale: Whether callbacks may still multiply it: nobody has decided about it yet.
+        local: Whose gradients stay on this rank.
         checked: Optimizer iterations and completed reductions when they were last compared.
         target: The learning rates that an unfinished warm-up leads to.
         compared: Whether the ranks' weights were compared before the first update; eager only.
@@ -65,6 +45,8 @@ class Reduction:
         self.options = options
         self.meter = Meter()
         self.scaled = 1.0
+        self.may_scale = False
+        self.local = LocalVariables()
         self.checked: tuple[int, int] | None = None
         self.target: list[float] | None = None
         self.compared = False
@@ -72,30 +54,59 @@ class Reduction:
         self._label = options.name or label
         self._exchanges: dict[Any, Any] = {}
 
+    def take_over(self, other: Reduction) -> None:
+        """Go on from another reduction, of an optimizer inside this one's."""
+        self.scaled, self.may_scale = other.scaled, other.may_scale
+        self.local = other.local
+
+    @property
+    def size(self) -> int:
+        """How many ranks combine their gradients; 1 on a rank that trains by itself."""
+        world, ranks = runtime.current().world, self.options.ranks
+        if ranks is None:
+            return world.size
+        return len(ranks) if world.rank in ranks else 1
+
     @property
     def active(self) -> bool:
         """Whether there is anybody to exchange gradients with."""
-        return runtime.current().world.size > 1
+        return self.size > 1
+
+    def alone(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """What becomes of the gradients of a micro-batch where nobody is there to combine them."""
+        factor = self.options.sum_factor
+        if factor == 1.0:
+            return list(gradients)
+        return [
+            gradient
+            if gradient is None or getattr(variable, "overwrite_with_gradient", False)
+            else step.times(gradient, factor)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ]
 
     @step.uncompiled
     def reduce(
-        self, gradients: Sequence[Any], variables: Sequence[Any] | None, overwritten: bool = True
+        self,
+        gradients: Sequence[Any],
+        variables: Sequence[Any] | None,
+        owners: Sequence[Any] | None = None,
     ) -> list[Any]:
         """The gradients, combined over all ranks.
 
         Args:
             gradients: Tensors, arrays, IndexedSlices, or None where there is no gradient.
-            variables: Which variable each belongs to. None: gradients are dense and complete,
-                and nothing is known about variables.
-            overwritten: Variables that Keras overwrites with their gradients (float8 scales)
-                are combined as well, by their maximum.
+            variables: Which variable each belongs to. None: gradients are dense and complete.
+                Variables that Keras overwrites with their gradients (float8 scales) are
+                combined as well, by their maximum.
+            owners: Without `variables`, which variable each belongs to, where that is known.
 
         Returns:
             As `gradients`; a gradient that is missing here and present on another rank is
-            present everywhere.
+            present everywhere. Those of local variables are not combined.
         """
         result = list(gradients)
         known = variables if variables is not None else [None] * len(result)
+        local = self.local.among(variables if variables is not None else owners or ())
         fill, maxima, sparse = [], [], []
         for index, variable in enumerate(known):
             gradient = result[index]
@@ -103,81 +114,92 @@ class Reduction:
                 dtype = None if variable is None else variable.dtype
                 gradient = result[index] = keras.ops.convert_to_tensor(gradient, dtype=dtype)
             if getattr(variable, "overwrite_with_gradient", False):
-                if gradient is not None:
+                if gradient is not None and index not in local:
                     maxima.append(index)
+            elif index in local:
+                result[index] = self._local(gradient)
             elif gradient is not None and step.is_sparse(gradient):
                 sparse.append(index)
             else:
                 fill.append(index)
+        # What is local may differ between ranks, and is not compared.
+        known = [None if index in local else variable for index, variable in enumerate(known)]
         if self.options.sparse_as_dense:
             for index in sparse:
                 result[index] = step.densify(result[index])
             fill, sparse = sorted(fill + sparse), []
         self._dense(result, known, fill, variables is not None)
         for index in sparse:
-            result[index] = self._gather(index, result[index], known[index])
-        if overwritten and maxima:
-            exchange = self._dense_exchange(result, known, maxima, ReduceOp.MAX)
-            self._store(result, maxima, step.run(exchange, [result[i] for i in maxima], []))
+            gathered = self._gather(index, result[index], known[index])
+            factor = self.options.sum_factor
+            result[index] = gathered if factor == 1.0 else step.times(gathered, factor)
+        self._maxima(result, known, maxima)
         return result
+
+    def _local(self, gradient: Any) -> Any:
+        """The gradient of a variable that this rank has for itself."""
+        factor = self.options.sum_factor
+        if self.options.scale_local_gradients:
+            factor /= self.size
+        return gradient if gradient is None or factor == 1.0 else step.times(gradient, factor)
 
     @step.uncompiled
     def overwrite(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         """Combine only what Keras overwrites variables with; see `reduce`."""
         result = list(gradients)
+        local = self.local.among(variables)
         maxima = [
             index
             for index, variable in enumerate(variables)
-            if getattr(variable, "overwrite_with_gradient", False) and result[index] is not None
+            if getattr(variable, "overwrite_with_gradient", False)
+            and result[index] is not None
+            and index not in local
         ]
-        if maxima:
-            exchange = self._dense_exchange(result, variables, maxima, ReduceOp.MAX)
-            self._store(result, maxima, step.run(exchange, [result[i] for i in maxima], []))
+        self._maxima(result, variables, maxima)
         return result
 
     def _dense(
         self, result: list[Any], variables: Sequence[Any], indices: list[int], flagged: bool
     ) -> None:
-        present = [index for index in indices if result[index] is not None]
-        if not step.is_eager([result[index] for index in present]):
+        eager = step.is_eager([result[index] for index in indices if result[index] is not None])
+        if not eager:
             # Which gradients exist was decided while tracing: the same on every rank, or the
             # plans differ and all ranks raise.
-            if present:
-                exchange = self._dense_exchange(result, variables, present, self.options.op)
-                tensors = self._predivide([result[index] for index in present])
-                owned = [variables[index] for index in present]
-                self._store(result, present, self._postmultiply(step.run(exchange, tensors, owned)))
-            return
+            indices = [index for index in indices if result[index] is not None]
         if not indices:
             return
         flags = np.array([result[index] is not None for index in indices], np.float32)
-        marks = fingerprint(variables) if flagged and not self.compared else _UNMARKED
+        marks = fingerprint(variables) if eager and flagged and not self.compared else _UNMARKED
         for index in indices:
             if result[index] is None:
                 variable = variables[index]
                 result[index] = keras.ops.zeros(variable.shape, variable.dtype)
-        exchange = self._dense_exchange(result, variables, indices, self.options.op, flagged)
-        tensors = self._predivide([result[index] for index in indices])
         owned = [variables[index] for index in indices]
+        sent, contexts = self._encode([result[index] for index in indices])
+        # A user's own codec makes other tensors of the gradients.
+        known = owned if contexts is None else [None] * len(owned)
+        flagged = flagged and eager
+        exchange = self._dense_exchange(sent, known, self.options.op, flagged)
         if flagged:
             both = np.concatenate([flags, marks])
-            reduced, combined = step.run_flagged(exchange, tensors, owned, both)
-            counts = combined[: len(flags)]
+            reduced, combined = step.run_flagged(exchange, sent, known, both)
+            flags = combined[: len(flags)]
             if not self.compared:
                 self._compare(marks, combined[len(flags) :])
         else:
-            reduced, counts = step.run(exchange, tensors, owned), flags
-        self._store(result, indices, self._postmultiply(reduced))
-        for index, count in zip(indices, counts, strict=True):
+            reduced = step.run(exchange, sent, known)
+        self._store(result, indices, self._decode(reduced, contexts))
+        for index, count in zip(indices, flags, strict=True):
             if count == 0:
                 result[index] = None
 
     def _compare(self, mine: Array, combined: Array) -> None:
         """Warn, once, where ranks came to their first update with other weights."""
         self.compared = True
-        world = runtime.current().world
-        expected = mine * world.size if self.options.op == ReduceOp.SUM else mine
-        if world.rank == 0 and not np.array_equal(expected, combined):
+        expected = mine * self.size if self.options.op == ReduceOp.SUM else mine
+        ranks, rank = self.options.ranks, runtime.current().world.rank
+        first = 0 if ranks is None else ranks[0]
+        if rank == first and not np.array_equal(expected, combined):
             warnings.warn(
                 "the ranks start from different weights and will keep different models: pass "
                 "BroadcastGlobalVariablesCallback (or callbacks.default()) to fit, or call "
@@ -189,38 +211,55 @@ class Reduction:
         for index, value in zip(indices, values, strict=True):
             result[index] = value
 
-    def _predivide(self, tensors: list[Any]) -> list[Any]:
+    def _encode(self, tensors: list[Any]) -> tuple[list[Any], list[Any] | None]:
+        """What is exchanged in place of gradients, and what a user's codec remembers of each."""
         factor = self.options.gradient_predivide_factor
-        return tensors if factor == 1.0 else [tensor / factor for tensor in tensors]
+        if factor != 1.0:
+            tensors = [tensor / factor for tensor in tensors]
+        codec = user_compressor(self.options.compression)
+        if codec is None:
+            return tensors, None
+        pairs = [codec.compress(tensor) for tensor in tensors]
+        return [payload for payload, _ in pairs], [context for _, context in pairs]
 
-    def _postmultiply(self, tensors: list[Any]) -> list[Any]:
-        factor = self.options.gradient_predivide_factor
+    def _decode(self, tensors: list[Any], contexts: list[Any] | None) -> list[Any]:
+        codec = user_compressor(self.options.compression)
+        if contexts is not None:
+            tensors = [codec.decompress(t, c) for t, c in zip(tensors, contexts, strict=True)]
+        factor = self.options.gradient_predivide_factor * self.options.sum_factor
         return tensors if factor == 1.0 else [tensor * factor for tensor in tensors]
+
+    def _maxima(self, result: list[Any], variables: Sequence[Any], indices: list[int]) -> None:
+        """Combine what Keras overwrites variables with: scales of float8 layers."""
+        if not indices:
+            return
+        given, owners = [result[i] for i in indices], [variables[i] for i in indices]
+        exchange = self._dense_exchange(given, owners, ReduceOp.MAX)
+        self._store(result, indices, step.run(exchange, given, []))
 
     def _dense_exchange(
         self,
         tensors: Sequence[Any],
         variables: Sequence[Any],
-        indices: Sequence[int],
         op: ReduceOp,
         flagged: bool = False,
     ) -> DenseExchange:
         # Described once: looking at hundreds of Keras variables takes milliseconds.
-        kinds = tuple((tensors[index].shape, tensors[index].dtype) for index in indices)
+        kinds = tuple((tensor.shape, tensor.dtype) for tensor in tensors)
         key = (op, flagged, kinds)
         found: DenseExchange | None = self._exchanges.get(key)
         if found is None:
             specs = []
-            for position, index in enumerate(indices):
-                variable = variables[index]
-                shape = (tensors[index] if variable is None else variable).shape
+            for position, (tensor, variable) in enumerate(zip(tensors, variables, strict=True)):
+                shape = (tensor if variable is None else variable).shape
                 name = f"{position}:{_name(variable)}"
-                specs.append(TensorSpec(name, tuple(shape), numpy_dtype(tensors[index].dtype)))
+                specs.append(TensorSpec(name, tuple(shape), numpy_dtype(tensor.dtype)))
             if flagged:
-                specs.append(TensorSpec("present", (len(indices) + MARKS,), np.dtype(np.float32)))
-            compression = self.options.compression if op != ReduceOp.MAX else "none"
+                specs.append(TensorSpec("present", (len(tensors) + MARKS,), np.dtype(np.float32)))
+            compression = wire_codec(self.options.compression) if op != ReduceOp.MAX else "none"
             name = f"gradients of {self._label}" if op != ReduceOp.MAX else f"fp8 of {self._label}"
-            found = DenseExchange(self.meter, specs, name, op, compression)
+            ranks = self.options.ranks
+            found = DenseExchange(self.meter, specs, name, op, compression, ranks)
             self._exchanges[key] = found
         return found
 
@@ -230,11 +269,12 @@ class Reduction:
         key = (index, row, dtype)
         if key not in self._exchanges:
             name = f"sparse gradient {index}:{_name(variable)} of {self._label}"
-            self._exchanges[key] = SparseExchange(self.meter, row, dtype, name, self.options.op)
+            op, ranks = self.options.op, self.options.ranks
+            self._exchanges[key] = SparseExchange(self.meter, row, dtype, name, op, ranks)
         return step.gather(self._exchanges[key], gradient)
 
 
 def _name(variable: Any) -> str:
-    """A variable's path without Keras' counters, which may differ between ranks."""
+    """What errors call a variable."""
     path = getattr(variable, "path", None) or getattr(variable, "name", None) or "tensor"
-    return re.sub(r"_\d+(?=/|:|$)", "", str(path))
+    return without_counters(str(path))

@@ -12,6 +12,7 @@ import numpy as np
 from ringplug.backend import ops, runtime
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import MismatchError, UsageError
+from ringplug.keras.local import LocalVariables
 
 __all__ = ["broadcast_global_variables", "broadcast_model", "broadcast_variables"]
 
@@ -19,7 +20,7 @@ _PIECE_BYTES = 64 * 2**20
 _SEED = "seed_generator_state"
 
 
-def broadcast_global_variables(root_rank: int, *owners: Any) -> None:
+def broadcast_global_variables(root_rank: int, *owners: Any, process_set: Any = None) -> None:
     """Give every rank the variables of `root_rank`.
 
     Keras 3 keeps no list of all variables, so what to broadcast is named.
@@ -28,6 +29,7 @@ def broadcast_global_variables(root_rank: int, *owners: Any) -> None:
         root_rank: Whose values everybody gets.
         *owners: Models (their optimizer's variables included), layers, optimizers, or
             variables, the same on every rank.
+        process_set: Who takes part; None: all ranks. `root_rank` counts among all ranks.
 
     Raises:
         UsageError: Nothing was named.
@@ -45,10 +47,16 @@ def broadcast_global_variables(root_rank: int, *owners: Any) -> None:
             variables += model_variables(owner)
         else:
             variables += owner.variables
-    broadcast_variables(variables, root_rank)
+    broadcast_variables(variables, root_rank, process_set)
 
 
-def broadcast_model(model: Any, root_rank: int, seeds_differ: bool = True) -> None:
+def broadcast_model(
+    model: Any,
+    root_rank: int,
+    seeds_differ: bool = True,
+    local: LocalVariables | None = None,
+    process_set: Any = None,
+) -> None:
     """Give every rank the weights, optimizer state and random seeds of `root_rank`'s model.
 
     Args:
@@ -56,12 +64,17 @@ def broadcast_model(model: Any, root_rank: int, seeds_differ: bool = True) -> No
         root_rank: Whose state everybody gets.
         seeds_differ: Random layers (dropout) draw other numbers on each rank: root's seed plus
             the distance from root. False makes them draw the same.
+        local: Variables that stay as they are on each rank, and so do an optimizer's slots for
+            them.
+        process_set: Who takes part; None: all ranks.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
         optimizer.build(model.trainable_variables)
     variables = model_variables(model)
-    broadcast_variables(variables, root_rank)
+    if local is not None:
+        variables = _without(local, variables, model)
+    broadcast_variables(variables, root_rank, process_set)
     world = runtime.current().world
     distance = (world.rank - root_rank) % world.size
     if seeds_differ and distance:
@@ -78,16 +91,34 @@ def model_variables(model: Any) -> list[Any]:
     return list(model.variables) + (list(optimizer.variables) if optimizer is not None else [])
 
 
-def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
+def _without(local: LocalVariables, variables: Sequence[Any], model: Any) -> list[Any]:
+    trained = list(model.trainable_variables)
+    stay = {id(variables[index]) for index in local.among(variables)}
+    slots = () if getattr(model, "optimizer", None) is None else model.optimizer.variables
+    for slot in slots:
+        owners = [v for v in trained if slot.name.startswith(_slot_prefix(v))]
+        if owners and id(max(owners, key=lambda v: len(v.path))) in stay:
+            stay.add(id(slot))
+    return [variable for variable in variables if id(variable) not in stay]
+
+
+def _slot_prefix(variable: Any) -> str:
+    """How Keras begins the names of what an optimizer keeps for a variable."""
+    return f"{variable.path.replace('/', '_')}_"
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: Any = None) -> None:
     """Assign root's values to the variables, after a check that all ranks have the same list."""
-    if runtime.current().world.size == 1:
+    if runtime.current().size_of(process_set) == 1:
         return
-    _agree(variables)
+    _agree(variables, process_set)
     for group in _groups(variables):
         # Copies, since the arrays are written to and Keras may hand out its own memory.
         values = [np.array(keras.ops.convert_to_numpy(variable)) for variable in group]
         packed = [np.ascontiguousarray(value).reshape(-1).view(np.uint8) for value in values]
-        received = ops.broadcast(np.concatenate(packed), root_rank, "keras.variables")
+        received = ops.broadcast(
+            np.concatenate(packed), root_rank, "keras.variables", process_set=process_set
+        )
         at = 0
         for variable, value in zip(group, values, strict=True):
             part = received[at : at + value.nbytes]
@@ -95,7 +126,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int) -> None:
             variable.assign(part.view(value.dtype).reshape(value.shape))
 
 
-def _agree(variables: Sequence[Any]) -> None:
+def _agree(variables: Sequence[Any], process_set: Any) -> None:
     table = [
         (
             f"{keras.backend.standardize_dtype(v.dtype)}{list(v.shape)}"
@@ -106,10 +137,10 @@ def _agree(variables: Sequence[Any]) -> None:
     ]
     # Names carry counters of what else a rank has built, so they are shown but not compared.
     digest = hashlib.sha256("\n".join(kind for kind, _ in table).encode()).hexdigest()
-    digests = ops.allgather_object(digest, "keras.variables.digest")
+    digests = ops.allgather_object(digest, "keras.variables.digest", process_set)
     if len(set(digests)) == 1:
         return
-    tables = ops.allgather_object(table, "keras.variables.table")
+    tables = ops.allgather_object(table, "keras.variables.table", process_set)
     raise MismatchError(f"the ranks' models differ:\n{_difference(tables)}")
 
 
@@ -137,10 +168,10 @@ def _groups(variables: Iterable[Any]) -> list[list[Any]]:
     return groups if groups[0] else []
 
 
-def averaged(arrays: Sequence[Array], name: str) -> list[Array]:
+def averaged(arrays: Sequence[Array], name: str, process_set: Any = None) -> list[Array]:
     """The mean over ranks of each array."""
     flat = np.concatenate([np.asarray(a, np.float64).reshape(-1) for a in arrays])
-    mean = ops.allreduce(flat, name=name)
+    mean = ops.allreduce(flat, name=name, process_set=process_set)
     results, at = [], 0
     for array in arrays:
         results.append(mean[at : at + array.size].reshape(array.shape).astype(array.dtype))

@@ -26,6 +26,8 @@ __all__ = [
     "run_flagged",
     "settle",
     "settle_model",
+    "summed",
+    "times",
     "translate_errors",
     "uncompiled",
 ]
@@ -50,6 +52,9 @@ is_sparse: Callable[[Any], bool] = _here.is_sparse
 densify: Callable[[Any], Any] = _here.densify
 """A sparse gradient as a dense tensor."""
 
+times: Callable[[Any, float], Any] = _here.times
+"""``times(gradient, factor)``: a gradient, sparse or not, multiplied."""
+
 is_eager: Callable[[Tensors], bool] = _here.is_eager
 """Whether the tensors' values are here, as opposed to a program being traced."""
 
@@ -58,6 +63,8 @@ run: Callable[[Any, Tensors, Tensors], list[Any]] = _here.run
 
 run_flagged: Callable[[Any, Tensors, Tensors, Array], tuple[list[Any], Array]] = _here.run_flagged
 """Eager only: ``run`` with one more array at the end, whose reduction is returned too."""
+
+_summed: Callable[[Any, Any], Any] = _here.summed
 
 gather: Callable[[Any, Any], Any] = _here.gather
 """``gather(exchange, sparse)``: the sparse gradient with the rows of all ranks."""
@@ -73,6 +80,21 @@ settle_model: Callable[[Any], bool] = _here.settle_model
 
 translate_errors: Callable[[Any], None] = _here.translate_errors
 """``translate_errors(model)``: lets `fit` raise what a compiled step met as it was."""
+
+
+def summed(exchanges: Any, tensor: Any) -> Any:
+    """The sum of a tensor over the ranks, differentiable.
+
+    Args:
+        exchanges: That of the tensors, and that of their gradients; each with one tensor.
+        tensor: In an eager step, or in a program being traced.
+    """
+    try:
+        return _summed(exchanges, tensor)
+    except BaseException:
+        # An eager exchange has failed, or tracing: either way it is being raised now.
+        exchanges[0].meter.latch.take()
+        raise
 
 
 def uncompiled(function: F) -> F:

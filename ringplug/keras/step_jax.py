@@ -15,6 +15,7 @@ from ringplug.backend.buffers import Array
 from ringplug.backend.errors import UnavailableError, UsageError
 from ringplug.keras import ffi_jax
 from ringplug.keras.exchange import DenseExchange, SparseExchange
+from ringplug.keras.latch import take_latched
 
 __all__ = [
     "densify",
@@ -27,6 +28,8 @@ __all__ = [
     "run_flagged",
     "settle",
     "settle_model",
+    "summed",
+    "times",
     "translate_errors",
     "uncompiled",
 ]
@@ -47,6 +50,11 @@ def is_sparse(value: Any) -> bool:
 def densify(value: Any) -> Any:
     """A dense array of the same values."""
     return value.todense()
+
+
+def times(value: Any, factor: float) -> Any:
+    """The array, sparse or not, times `factor`, in its own dtype."""
+    return value * factor
 
 
 def is_eager(tensors: Sequence[Any]) -> bool:
@@ -82,6 +90,24 @@ def run_flagged(
     del variables
     reduced, more = _now(exchange, tensors, [flags])
     return reduced, more[0]
+
+
+def summed(exchanges: tuple[DenseExchange, DenseExchange], array: Any) -> Any:
+    """The sum over the ranks, differentiable; what arrives at a rank's array is summed too."""
+    forward, backward = exchanges
+
+    @jax.custom_vjp
+    def total(given: Any) -> Any:
+        return run(forward, [given], [])[0]
+
+    def total_forward(given: Any) -> tuple[Any, None]:
+        return total(given), None
+
+    def total_backward(_: None, cotangent: Any) -> tuple[Any]:
+        return (summed((backward, backward), cotangent),)
+
+    total.defvjp(total_forward, total_backward)
+    return total(array)
 
 
 def _now(
@@ -175,8 +201,7 @@ def translate_errors(model: Any) -> None:
         try:
             return step(state, iterator)
         except jax.errors.JaxRuntimeError as error:
-            reduction = getattr(model.optimizer, "ringplug", None)
-            cause = reduction.meter.latch.take() if reduction is not None else None
+            cause = take_latched(model.optimizer)
             if cause is None:
                 raise
             _forget_failures()

@@ -13,6 +13,7 @@ from ringplug.backend.adapters import view
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import UnavailableError, UsageError
 from ringplug.keras.exchange import DenseExchange, SparseExchange
+from ringplug.keras.latch import take_latched
 from ringplug.tensorflow import ffi
 from ringplug.tensorflow.aligned import aligned_empty
 
@@ -28,6 +29,8 @@ __all__ = [
     "run_flagged",
     "settle",
     "settle_model",
+    "summed",
+    "times",
     "translate_errors",
     "uncompiled",
 ]
@@ -48,6 +51,13 @@ def is_sparse(value: Any) -> bool:
 def densify(value: Any) -> Any:
     """IndexedSlices as a tensor; rows that occur several times are added."""
     return tf.convert_to_tensor(value)
+
+
+def times(value: Any, factor: float) -> Any:
+    """A tensor or IndexedSlices times `factor`, in its own dtype."""
+    if not is_sparse(value):
+        return tf.convert_to_tensor(value) * factor
+    return tf.IndexedSlices(value.values * factor, value.indices, value.dense_shape)
 
 
 def is_eager(tensors: Sequence[Any]) -> bool:
@@ -95,6 +105,20 @@ def run_flagged(
     return reduced, more[0]
 
 
+def summed(exchanges: tuple[DenseExchange, DenseExchange], tensor: Any) -> Any:
+    """The sum over the ranks, differentiable; what arrives at a rank's tensor is summed too."""
+    forward, backward = exchanges
+
+    @tf.custom_gradient
+    def total(given: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            return summed((backward, backward), upstream)
+
+        return run(forward, [given], [])[0], gradient
+
+    return total(tensor)
+
+
 def _now(
     exchange: DenseExchange, tensors: Sequence[Any], extra: list[Array]
 ) -> tuple[list[Any], list[Array]]:
@@ -139,7 +163,7 @@ def _gather_in_xla(exchange: SparseExchange, values: Any, indices: Any) -> list[
             "the number of rows of an embedding's gradient is not known to XLA; "
             "use DistributedOptimizer(..., sparse_as_dense=True) or jit_compile=False"
         )
-    total = indices.shape[0] * runtime.current().world.size
+    total = indices.shape[0] * exchange.size
     shapes = [((total, *exchange.row), values.dtype), ((total,), indices.dtype)]
     target = ffi.target_of(exchange, exchange.into)
     return ffi.call(target, [values, indices], shapes, alias=False)
@@ -216,8 +240,7 @@ def translate_errors(model: Any) -> None:
         try:
             return step(iterator)
         except tf.errors.OpError as error:
-            reduction = getattr(model.optimizer, "ringplug", None)
-            cause = reduction.meter.latch.take() if reduction is not None else None
+            cause = take_latched(model.optimizer)
             if cause is None:
                 raise
             raise cause from error

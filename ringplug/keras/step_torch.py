@@ -25,6 +25,8 @@ __all__ = [
     "run_flagged",
     "settle",
     "settle_model",
+    "summed",
+    "times",
     "translate_errors",
     "uncompiled",
 ]
@@ -45,6 +47,11 @@ def densify(value: Any) -> Any:
     return value.to_dense()
 
 
+def times(value: Any, factor: float) -> Any:
+    """The tensor, sparse or not, times `factor`, in its own dtype."""
+    return value * factor
+
+
 def is_eager(tensors: Sequence[Any]) -> bool:
     """Always: ``torch.compile`` breaks its graph where an exchange is made."""
     del tensors
@@ -62,6 +69,22 @@ def run_flagged(
     """The reduced tensors and flags."""
     reduced, extra = _run(exchange, list(tensors), list(variables), [flags])
     return reduced, extra[0]
+
+
+def summed(exchanges: tuple[DenseExchange, DenseExchange], tensor: Any) -> Any:
+    """The sum over the ranks, differentiable; what arrives at a rank's tensor is summed too."""
+    return uncompiled(_Summed.apply)(tensor, *exchanges)
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, forward: DenseExchange, backward: DenseExchange) -> Any:
+        ctx.exchange = backward
+        return run(forward, [tensor], [])[0]
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        return _Summed.apply(upstream[0], ctx.exchange, ctx.exchange), None, None
 
 
 def _run(

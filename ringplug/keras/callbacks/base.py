@@ -6,12 +6,13 @@ from typing import Any
 
 import keras
 
-from ringplug.backend import ops, runtime
+from ringplug.backend import runtime
 from ringplug.backend.errors import MismatchError, NotReducedError, UsageError
 from ringplug.keras import step
-from ringplug.keras.exchange import mark
+from ringplug.keras.exchange import gather_numbers, mark
 from ringplug.keras.guard import check_compilation
 from ringplug.keras.optimizer import Distributed, reseat
+from ringplug.keras.options import ranks_of
 from ringplug.keras.progress import check_reduced, forget_progress, raise_latched
 
 __all__ = ["RingCallback", "check_root"]
@@ -26,18 +27,33 @@ class RingCallback(keras.callbacks.Callback):
     distributed, that every rank has the same number of batches, that gradients were combined
     in every epoch, and that an error of a compiled step is raised. Subclasses override
     `on_train_begin` and so on and call ``super()`` first.
+
+    Args:
+        process_set: Whom the callback's own work is about; None: all ranks.
     """
+
+    def __init__(self, process_set: Any = None) -> None:
+        super().__init__()
+        self.process_set = process_set
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         self._watched = model
-        if self.distributed and getattr(model, "optimizer", None) is not None:
+        if self._watches and getattr(model, "optimizer", None) is not None:
             reseat(model)
             check_compilation(model)
 
     @property
     def distributed(self) -> bool:
-        """Whether there is more than one rank."""
+        """Whether this rank has others to do the callback's work with."""
+        ranks = ranks_of(self.process_set)
+        world = runtime.current().world
+        if ranks is None:
+            return world.size > 1
+        return len(ranks) > 1 and world.rank in ranks
+
+    @property
+    def _watches(self) -> bool:
         return runtime.current().world.size > 1
 
     @property
@@ -47,7 +63,7 @@ class RingCallback(keras.callbacks.Callback):
         return found
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self.distributed:
+        if self._watches:
             self.watch.begin(self._watched, self.params)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -57,11 +73,11 @@ class RingCallback(keras.callbacks.Callback):
             raise_latched(optimizer)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if self.distributed:
+        if self._watches:
             self.watch.epoch_end(self._watched, epoch)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        if self.distributed:
+        if self._watches:
             self.watch.train_end(self._watched)
 
     def check_root(self, root_rank: int) -> None:
@@ -108,16 +124,25 @@ class Watch:
                 f"the model's optimizer, {type(optimizer).__name__}, does not combine gradients "
                 "over the ranks: compile the model with DistributedOptimizer(optimizer)"
             )
-        steps = ops.allgather_object(params.get("steps"), "keras.steps")
+        self._compare_steps(optimizer.ringplug, params.get("steps"))
+        self._earlier = optimizer.ringplug.meter.updates
+        forget_progress(optimizer)
+        step.translate_errors(model)
+
+    def _compare_steps(self, reduction: Any, mine: int | None) -> None:
+        if not reduction.active:
+            return
+        steps = gather_numbers(-1 if mine is None else mine, reduction.options.ranks)
         if len(set(steps)) > 1:
-            shown = ", ".join(f"rank {rank}: {count}" for rank, count in enumerate(steps))
+            ranks = reduction.options.ranks or range(len(steps))
+            shown = ", ".join(
+                f"rank {rank}: {None if count < 0 else count}"
+                for rank, count in zip(ranks, steps, strict=True)
+            )
             raise MismatchError(
                 f"the ranks have different numbers of batches per epoch ({shown}). Give all the "
                 "same number of samples, drop the remainder, or pass steps_per_epoch to fit"
             )
-        self._earlier = optimizer.ringplug.meter.updates
-        forget_progress(optimizer)
-        step.translate_errors(model)
 
     def epoch_end(self, model: Any, epoch: int) -> None:
         """Before what all ranks do at epoch end: whether they are there, and reduced.
@@ -154,10 +179,11 @@ class Watch:
             what: The place in the training that every rank must have reached.
         """
         optimizer = model.optimizer
-        if not isinstance(optimizer, Distributed):
+        if not isinstance(optimizer, Distributed) or not optimizer.ringplug.active:
             return
         well = step.settle_model(model)
         raise_latched(optimizer)
         if well:
             done = optimizer.ringplug.meter.updates - self._earlier
-            mark(f"{what}, after {done} exchanges of gradients in this fit")
+            ranks = optimizer.ringplug.options.ranks
+            mark(f"{what}, after {done} exchanges of gradients in this fit", ranks)

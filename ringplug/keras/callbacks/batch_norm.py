@@ -21,10 +21,11 @@ class SyncBatchNormStatsCallback(RingCallback):
     Args:
         before_validation: Also before each validation in `fit`, so that it uses the averages.
             Only where every rank validates: one that does not would be waited for.
+        process_set: Whose statistics; the other ranks keep theirs. None: all ranks.
     """
 
-    def __init__(self, before_validation: bool = False) -> None:
-        super().__init__()
+    def __init__(self, before_validation: bool = False, process_set: Any = None) -> None:
+        super().__init__(process_set)
         self.before_validation = before_validation
         self._training = False
 
@@ -58,5 +59,6 @@ class SyncBatchNormStatsCallback(RingCallback):
         if not variables:
             return
         values = [keras.ops.convert_to_numpy(variable) for variable in variables]
-        for variable, mean in zip(variables, averaged(values, "keras.batch_norm"), strict=True):
+        means = averaged(values, "keras.batch_norm", self.process_set)
+        for variable, mean in zip(variables, means, strict=True):
             variable.assign(mean)

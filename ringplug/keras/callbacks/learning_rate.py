@@ -13,6 +13,7 @@ from ringplug.backend import runtime
 from ringplug.backend.errors import UsageError
 from ringplug.keras import learning_rate, schedules
 from ringplug.keras.callbacks.base import RingCallback
+from ringplug.keras.callbacks.scaling import scale_for_all
 from ringplug.keras.optimizer import reduction_of
 
 __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
@@ -116,17 +117,17 @@ class LearningRateWarmupCallback(RingCallback):
     ``target / size * (1 + (e + (b + 1) / steps) * (size - 1) / warmup_epochs)``, which is the
     target in the last batch of the warm-up. Afterwards this callback does nothing.
 
-    With `initial_lr` not given, the target is the optimizer's learning rate, which
-    `DistributedOptimizer` has multiplied already: nothing is scaled twice. A script that scales
-    by itself passes its scaled learning rate as `initial_lr`: that is then the target, and what
-    `DistributedOptimizer` multiplied is taken back.
+    With `initial_lr` not given, the target is the optimizer's learning rate times the number of
+    ranks; nothing is scaled twice, and ``DistributedOptimizer(scale_lr=None)`` keeps it as it is.
+    A script that scales by itself passes its scaled learning rate as `initial_lr`: that is then
+    the target, and what ringplug has multiplied is taken back.
 
     A learning rate that is a ``LearningRateSchedule`` is warmed up inside the step: the
     schedule is replaced by `ringplug.keras.schedules.Warmup` of it until training ends after
     the warm-up.
 
     Args:
-        initial_lr: The target; the optimizer's learning rate by default.
+        initial_lr: The target; by default the optimizer's learning rate for all ranks.
         warmup_epochs: Number of epochs, which may be fractional.
         momentum_correction: Not possible in Keras 3, which compiles momentum into the step;
             warns where the optimizer has momentum.
@@ -164,6 +165,7 @@ class LearningRateWarmupCallback(RingCallback):
         reduction = reduction_of(model.optimizer)
         if self.initial_lr is not None or reduction is None or not self.distributed:
             return
+        scale_for_all(model, "linear")
         if not _has_schedule(model.optimizer) and reduction.target is None:
             # Taken before a checkpoint is restored, which may be from amid a warm-up.
             reduction.target = learning_rate.current(model.optimizer)

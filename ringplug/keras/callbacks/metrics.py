@@ -54,10 +54,11 @@ class MetricAverageCallback(RingCallback):
 
     Args:
         device: Accepted for Horovod's sake; without effect.
+        process_set: Whose data; logs of the other ranks stay their own. None: all ranks.
     """
 
-    def __init__(self, device: str = "") -> None:
-        super().__init__()
+    def __init__(self, device: str = "", process_set: Any = None) -> None:
+        super().__init__(process_set)
         del device
         self._training = False
         self._train: States | None = None
@@ -90,7 +91,8 @@ class MetricAverageCallback(RingCallback):
         if self._training:
             self._test = states
         elif logs:
-            logs.update(_combine(self.model, [("", states, dict(logs))]))
+            parts: list[Part] = [("", states, dict(logs))]
+            logs.update(_combine(self.model, parts, self.process_set))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
@@ -109,8 +111,8 @@ class MetricAverageCallback(RingCallback):
             for key, value in ours.items():
                 if key in train.results and _same(value, self._test.results.get(key)):
                     ours[key] = train.results[key]
-        parts = [("", train, ours), (_VALIDATION, self._test, validated)]
-        logs.update(_combine(self.model, parts))
+        parts: list[Part] = [("", train, ours), (_VALIDATION, self._test, validated)]
+        logs.update(_combine(self.model, parts, self.process_set))
 
 
 def _snapshot(model: Any) -> States:
@@ -144,9 +146,9 @@ def _numbers(results: dict[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _combine(model: Any, parts: Sequence[Part]) -> dict[str, Any]:
+def _combine(model: Any, parts: Sequence[Part], process_set: Any) -> dict[str, Any]:
     """The logs of all ranks' data, the same on every rank. Collective."""
-    ranks = ops.allgather_object(list(parts), "keras.metrics")
+    ranks = ops.allgather_object(list(parts), "keras.metrics", process_set)
     combined: dict[str, Any] = {}
     for number, (prefix, _, _) in enumerate(parts):
         present = [

@@ -21,13 +21,14 @@ class StopTogetherCallback(RingCallback):
 
     Args:
         every_batches: Agree every so many batches; None: at the end of every epoch.
+        process_set: Who stops together; None: all ranks.
     """
 
     # It may run in the background: it only looks at a flag then.
     async_safe = True
 
-    def __init__(self, every_batches: int | None = None) -> None:
-        super().__init__()
+    def __init__(self, every_batches: int | None = None, process_set: Any = None) -> None:
+        super().__init__(process_set)
         if every_batches is not None and every_batches < 1:
             raise UsageError(f"every_batches={every_batches}: expected 1 or more")
         self.every_batches = every_batches
@@ -68,4 +69,7 @@ class StopTogetherCallback(RingCallback):
 
     def _agree(self) -> None:
         mine = int(self._wanted or self._agreed)
-        self._agreed = bool(ops.allreduce(mine, ReduceOp.MAX, "keras.stop"))
+        agreed = ops.allreduce(
+            mine, op=ReduceOp.MAX, name="keras.stop", process_set=self.process_set
+        )
+        self._agreed = bool(agreed)

@@ -65,7 +65,7 @@ def warmup():
     said = io.StringIO()
     with redirect_stdout(said):
         _, history = fit(sgd(), [callback, rates], epochs=3)
-    target = 0.02  # 0.01, scaled by DistributedOptimizer for two ranks; not twice
+    target = 0.02  # 0.01, scaled for two ranks
     expected = [
         target / 2 * (1 + (e + (b + 1) / STEPS) / 2) for e in range(2) for b in range(STEPS)
     ]
@@ -523,10 +523,11 @@ def order_of_the_defaults():
     assert made[1].root_rank == 1
     assert made[2] is mine
     assert isinstance(made[3], names.SyncBatchNormStatsCallback)
-    assert made[4].callback is checkpoint
-    assert made[5] is stopping
-    assert isinstance(made[6], names.StopTogetherCallback)
-    assert len(made) == 7
+    assert isinstance(made[4], names.ScaleLearningRateCallback)
+    assert made[5].callback is checkpoint
+    assert made[6] is stopping
+    assert isinstance(made[7], names.StopTogetherCallback)
+    assert len(made) == 8
 
 
 def values():
