@@ -182,29 +182,92 @@ def test_the_file_is_an_array_after_every_write(tmp_path):
     assert read(path) == wanted
 
 
-def test_one_call_writes_events_and_bracket(tmp_path, monkeypatch):
-    """What could be cut by a kill is one call of the system, not a state between two."""
-    file = TraceFile(str(tmp_path / "trace.json"), ["{}"], 10**9)
-    calls = []
-    monkeypatch.setattr(
-        trace_file.os, "pwrite", lambda fd, data, at: calls.append((data, at)) or len(data)
-    )
+@pytest.fixture
+def calls(monkeypatch):
+    """What was written, by calls of the system, with a hook to call after each."""
+
+    class Calls(list):
+        after = staticmethod(lambda: None)
+
+    seen, real = Calls(), os.pwrite
+
+    def pwrite(file, data, at):
+        done = real(file, data, at)
+        seen.append((at, data))
+        seen.after()
+        return done
+
+    monkeypatch.setattr(trace_file.os, "pwrite", pwrite)
+    return seen
+
+
+def test_the_file_is_whole_after_every_call_of_the_system(tmp_path, calls):
+    """A kill, or a reader, comes between two of them at any place."""
+    path = tmp_path / "trace.json"
+    file = TraceFile(str(path), ["{}"], 10**9)
+    open_ends = []
+
+    def after():
+        try:
+            read(path)
+        except json.JSONDecodeError:
+            open_ends.append(calls[-1])
+
+    del calls[:]
+    calls.after = after
+    count = 0
+    for step in range(90):
+        # Some lengths end where a page does.
+        lines = [json.dumps({"text": "x" * (n * 131 % 1023)}) for n in range(step % 50)]
+        file.append(lines)
+        count += len(lines)
+    assert len(read(path)) == 1 + count
+    blanks = [(at, data) for at, data in calls if not data.strip()]
+    written = [(at, data) for at, data in calls if data.strip() and data != b"]"]
+    assert all(at // 4096 == (at + len(data) - 1) // 4096 for at, data in written)
+    # Only while the bracket moves on is there a moment without one.
+    moves = [(at, data) for at, data in blanks if len(data) == 1]
+    assert len(moves) > 2
+    assert open_ends == moves
+
+
+def test_pages_may_reach_a_reader_in_any_order(tmp_path, calls):
+    path = tmp_path / "trace.json"
+    file = TraceFile(str(path), ["{}"], 10**9)
+    old = path.read_bytes()
+    file.append([json.dumps({"text": "x" * (n * 131 % 1023)}) for n in range(300)])
+    new = path.read_bytes()
+    assert len(calls) > 30
+    for odd in (0, 1):
+        seen = [
+            (new if at // 4096 % 2 == odd else old)[at : at + 4096]
+            for at in range(0, len(new), 4096)
+        ]
+        assert 100 < len(json.loads(b"".join(seen))) < 200
+
+
+def test_a_closed_file_has_no_spaces(tmp_path):
+    path = tmp_path / "trace.json"
+    file = TraceFile(str(path), ["{}"], 10**9)
     file.append(['{"a":1}', '{"b":2}'])
-    assert calls == [(b',\n{"a":1},\n{"b":2}\n]\n', 4)]
+    file.close()
+    assert path.read_bytes() == b'[\n{},\n{"a":1},\n{"b":2}\n]\n'
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
+@pytest.mark.parametrize("way", ["short", "error"])
+def test_a_full_disk_leaves_what_was_there(way, tmp_path, monkeypatch):
     path = tmp_path / "trace.json"
     file = TraceFile(str(path), ["{}"], 10**9)
     file.append(['{"a":1}'])
     real = os.pwrite
 
     def full(fd, data, at):
-        if len(data) > 20:
-            return real(fd, data[:20], at)
-        if len(data) > 3:
+        if not data.strip():
+            return real(fd, data, at)
+        real(fd, data[:20], at)
+        if way == "error":
             raise OSError(28, "No space left on device")
-        return real(fd, data, at)
+        return 20
 
     monkeypatch.setattr(trace_file.os, "pwrite", full)
     with pytest.raises(OSError, match="No space"):
@@ -226,6 +289,7 @@ def test_a_full_file_makes_room(tmp_path):
     file.append(['{"second":1}'])
     assert read(path) == [{"head": 1}, {"second": 1}]
     assert read(tmp_path / "trace.earlier.json") == [{"head": 1}, {"first": "x" * 60}]
+    assert b"  " not in (tmp_path / "trace.earlier.json").read_bytes()
 
 
 def test_a_device_is_not_renamed():

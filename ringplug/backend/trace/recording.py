@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -113,7 +114,8 @@ class Recording:
         self._spans.end_all(self._stamp(time.perf_counter_ns()))
         self._write()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def _put(self, event: Callable[..., None], *args: object) -> None:
         if len(self._entries) >= self._capacity:
@@ -175,5 +177,6 @@ class Recording:
         except OSError as error:
             # Training goes on; entries are taken from the queue and forgotten.
             _log.warning("timeline: recording ends: %s", error)
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
