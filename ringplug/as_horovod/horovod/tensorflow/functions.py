@@ -4,4 +4,6 @@ from __future__ import annotations
 
 from ringplug.as_horovod import offer
 
-__all__, __getattr__, __dir__ = offer(__name__, "ringplug.tensorflow")
+__all__, __getattr__, __dir__ = offer(
+    __name__, "ringplug.tensorflow.functions", "ringplug.tensorflow"
+)

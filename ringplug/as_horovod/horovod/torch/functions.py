@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from ringplug.as_horovod import offer
 
-__all__, __getattr__, __dir__ = offer(__name__, "ringplug.torch")
+__all__, __getattr__, __dir__ = offer(__name__, "ringplug.torch.functions", "ringplug.torch")

@@ -1,0 +1,7 @@
+"""``horovod.common.elastic``."""
+
+from __future__ import annotations
+
+from ringplug.as_horovod import offer
+
+__all__, __getattr__, __dir__ = offer(__name__, "ringplug.elastic")

@@ -1,7 +1,0 @@
-"""``horovod.tensorflow.gradient_aggregation_eager``."""
-
-from __future__ import annotations
-
-from ringplug.as_horovod import offer
-
-__all__, __getattr__, __dir__ = offer(__name__, "ringplug.tensorflow")

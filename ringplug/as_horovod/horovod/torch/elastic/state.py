@@ -1,0 +1,9 @@
+"""``horovod.torch.elastic.state``."""
+
+from __future__ import annotations
+
+from ringplug.as_horovod import offer
+
+__all__, __getattr__, __dir__ = offer(
+    __name__, "ringplug.torch.elastic.state", "ringplug.torch.elastic"
+)
