@@ -120,11 +120,13 @@ def allgather(tensors: Sequence[Any], options: Options) -> list[Any]:
     process_set = options.process_set
 
     def job(arrays: Sequence[Array]) -> Sequence[Array]:
+        if options.grouped:
+            made = ops.grouped_allgather(list(arrays), name=name, process_set=process_set)
+        else:
+            made = [ops.allgather(arrays[0], name=name, process_set=process_set)]
         if compiled:
             _same_rows("allgather", arrays, process_set)
-        if options.grouped:
-            return ops.grouped_allgather(list(arrays), name=name, process_set=process_set)
-        return [ops.allgather(arrays[0], name=name, process_set=process_set)]
+        return made
 
     def rows(tensor: Any) -> int | None:
         known = tensor.shape[0] if compiled and tensor.shape.rank else None
@@ -193,9 +195,10 @@ def alltoall(tensor: Any, splits: Any, options: Options) -> tuple[Any, Any]:
             wanted = np.full(members, len(array) // members, np.int32)
         else:
             return ops.alltoall(array, name=name, process_set=process_set)  # raises
+        made: Sequence[Array] = ops.alltoall(array, wanted, name=name, process_set=process_set)
         if compiled:
             _same_rows("alltoall", arrays, process_set)
-        return ops.alltoall(array, splits=wanted, name=name, process_set=process_set)
+        return made
 
     operands = [tensor] if splits is None else [tensor, splits]
     rows = tensor.shape[0] if compiled and splits is None and tensor.shape.rank else None

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -114,6 +115,9 @@ def entry(function: Callable[P, T]) -> Callable[P, T]:
             return function(*args, **kwargs)
 
     untouched: Callable[P, T] = tf.autograph.experimental.do_not_convert(called)
+    # A tf.function unwraps functions that it is given as arguments.
+    vars(untouched)["__signature__"] = inspect.signature(function)
+    del vars(untouched)["__wrapped__"]
     return untouched
 
 

@@ -238,11 +238,11 @@ def _sparse(slices: Sequence[Any], options: Options) -> list[Any]:
         )
     named = [None if options.name is None else f"{options.name}.{part}" for part in ("v", "i")]
     values = collectives.allgather(
-        [part.values for part in slices],
+        [tf.convert_to_tensor(part.values) for part in slices],
         Options(name=named[0], process_set=options.process_set, grouped=options.grouped),
     )
     indices = collectives.allgather(
-        [part.indices for part in slices],
+        [tf.convert_to_tensor(part.indices) for part in slices],
         Options(name=named[1], process_set=options.process_set, grouped=options.grouped),
     )
     if options.op == ReduceOp.AVERAGE:
