@@ -231,8 +231,6 @@ def _supervise(
 def _environment(env: Mapping[str, str]) -> dict[str, str]:
     """The environment of the job."""
     here = config.child_environment()
-    # This process may have been a world of one; its ranks-to-be are no children of a rank.
-    here.pop(config.variable("owner_pid"), None)
     # ringplug is imported from where this process has it, installed or not.
     home = str(Path(__file__).resolve().parents[2])
     here["PYTHONPATH"] = os.pathsep.join(filter(None, [here.get("PYTHONPATH"), home]))

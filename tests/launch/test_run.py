@@ -255,7 +255,7 @@ def test_a_script_a_module_beside_it_and_its_classes(tmp_path):
         "    def __init__(self, x): self.x = x\n"
         "def shift(point): return Point(beside.double(point.x) + len(sys.argv))\n"
         "if __name__ == '__main__':\n"
-        "    ringplug.init()  # a world of one; its ranks-to-be are no children of a rank\n"
+        "    ringplug.init()  # a world of one, which is no rank of a job\n"
         "    def both(point):\n"
         "        ringplug.init()\n"
         "        return shift(point), ringplug.size()\n"
@@ -268,15 +268,18 @@ def test_a_script_a_module_beside_it_and_its_classes(tmp_path):
 
 
 WAITING = """
-import os, signal, sys, time
-import ringplug
 from ringplug.launch.run import run
 def work():
-    import ringplug, time, os
+    import os, signal, time
+    import ringplug
     ringplug.init()
-    {before}
+    if {deaf}:
+        signal.signal(signal.SIGINT, lambda *_: print("not yet", flush=True))
     print("ready in", os.environ["RINGPLUG_JOB"], flush=True)
-    while True: time.sleep(0.1)
+    try:
+        while True: time.sleep(0.1)
+    finally:
+        print("saved", flush=True)
 run(work, np=2, allow_run_as_root=True)
 """
 
@@ -286,13 +289,10 @@ def files_of(stdout):
     return [Path(name), Path("/dev/shm") / Path(name).name]
 
 
-@pytest.mark.parametrize(
-    "before", ["pass", "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"]
-)
-def test_ctrl_c_ends_all_ranks_and_is_raised(before, tmp_path):
-    with start_ranks(
-        WAITING.format(before=before), 1, launcher="python", directory=tmp_path
-    ) as job:
+@pytest.mark.parametrize("deaf", [False, True])
+def test_ctrl_c_ends_all_ranks_and_is_raised(deaf, tmp_path):
+    code = WAITING.format(deaf=deaf)
+    with start_ranks(code, 1, launcher="python", directory=tmp_path) as job:
         job.wait_for_output("ready", 2)
         files = files_of(job.output()[0])
         assert all(path.exists() for path in files)
@@ -300,13 +300,14 @@ def test_ctrl_c_ends_all_ranks_and_is_raised(before, tmp_path):
         done = job.finish()
     assert done.returncode == -signal.SIGINT, done.output
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+    assert done.stdout.count("not yet" if deaf else "saved") == 2
+    assert ("ending all ranks now" in done.stderr) == deaf
     assert not any(path.exists() for path in files)
 
 
 def test_a_caller_that_is_killed_leaves_nothing(tmp_path):
-    with start_ranks(
-        WAITING.format(before="pass"), 1, launcher="python", directory=tmp_path
-    ) as job:
+    code = WAITING.format(deaf=True)
+    with start_ranks(code, 1, launcher="python", directory=tmp_path) as job:
         job.wait_for_output("ready", 2)
         files = files_of(job.output()[0])
         job.process.kill()
