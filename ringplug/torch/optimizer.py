@@ -18,8 +18,9 @@ from ringplug.backend.errors import UsageError
 from ringplug.backend.process_set import ProcessSet, global_process_set
 from ringplug.torch.adasum import DeltaOptimizer, check_adasum
 from ringplug.torch.compression import CompressionChoice, wire_codec
+from ringplug.torch.exchange import ReducerOptions
 from ringplug.torch.parameters import check_groups, check_names, trainable
-from ringplug.torch.reducer import GradientReducer, ReducerOptions
+from ringplug.torch.reducer import GradientReducer
 
 __all__ = ["DistributedOptimizer"]
 

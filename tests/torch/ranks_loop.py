@@ -345,7 +345,7 @@ def ranks_out_of_step(rank, size):
             loss_of(model, *data(0)).backward()
     else:
         optimizer.step()
-        optimizer._ringplug_reducer._round += 1
+        optimizer._ringplug_reducer._exchange._round += 1
         with pytest.raises(MismatchError, match="different number of backward passes"):
             loss_of(model, *data(0)).backward()
 
