@@ -124,7 +124,9 @@ def wire_codec(compression: Any) -> str | WireCompressor | None:
     """
     if compression is None or (isinstance(compression, str) and compression in _WIRES):
         return compression
-    if (wire := _own_wire(compression)) is not None:
+    # No assignment expression: TensorFlow's AutoGraph does not know them.
+    wire = _own_wire(compression)
+    if wire is not None:
         return wire
     if user_compressor(compression) is not None:
         return "none"

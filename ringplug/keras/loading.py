@@ -15,6 +15,7 @@ import numpy as np
 from ringplug.backend.buffers import Array, ReduceOp
 from ringplug.backend.errors import UsageError
 from ringplug.keras.distribute import DistributedOptimizer
+from ringplug.keras.hdf5 import complete_optimizer
 from ringplug.keras.optimizer import Distributed, swap
 from ringplug.keras.options import Options
 from ringplug.keras.progress import restore
@@ -74,8 +75,10 @@ def load_model(  # noqa: PLR0913 - Horovod's signature, and ours
     if saved is not None and isinstance(objects.get(saved), types.FunctionType):
         objects[saved] = _from_function(saved, objects[saved])
     model = keras.models.load_model(filepath, custom_objects=objects or None, **kwargs)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or isinstance(optimizer, Distributed):
+    if getattr(model, "optimizer", None) is None:
+        return model
+    model.optimizer = optimizer = complete_optimizer(model, filepath)
+    if isinstance(optimizer, Distributed):
         return model
     # LossScaleOptimizer is part of what was compiled, so nothing new is put around it.
     model.optimizer = DistributedOptimizer(

@@ -14,6 +14,7 @@ from ringplug.backend.errors import UsageError
 from ringplug.keras import learning_rate, schedules
 from ringplug.keras.callbacks.base import RingCallback
 from ringplug.keras.callbacks.scaling import scale_for_all
+from ringplug.keras.momentum import correct_momentum
 from ringplug.keras.optimizer import reduction_of
 
 __all__ = ["LearningRateScheduleCallback", "LearningRateWarmupCallback"]
@@ -33,8 +34,8 @@ class LearningRateScheduleCallback(RingCallback):
         staircase: Set it once per epoch, at whole epochs; False: before every batch, where the
             epoch that `multiplier` gets has a fraction. With ``steps_per_execution`` that is
             before every execution.
-        momentum_correction: Not possible in Keras 3, which compiles momentum into the step;
-            warns where the optimizer has momentum.
+        momentum_correction: The velocities of SGD and RMSprop are multiplied by what the
+            learning rate changes by; see `ringplug.keras.momentum`.
         steps_per_epoch: Batches per epoch, where `fit` cannot know them.
 
     Raises:
@@ -64,7 +65,7 @@ class LearningRateScheduleCallback(RingCallback):
         self.initial_lr = initial_lr
         self.start_epoch = start_epoch
         self.end_epoch = end_epoch
-        self.staircase = staircase or not callable(multiplier)
+        self.staircase = staircase
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         if callable(multiplier):
@@ -79,8 +80,6 @@ class LearningRateScheduleCallback(RingCallback):
         optimizer = self.model.optimizer
         _refuse_schedule(optimizer, type(self).__name__)
         undo_scaling(optimizer)
-        if self.momentum_correction:
-            warn_about_momentum(optimizer)
         if not self.staircase:
             self.steps_per_epoch = steps_of(self)
 
@@ -107,7 +106,8 @@ class LearningRateScheduleCallback(RingCallback):
 
     def _set(self, rate: float) -> None:
         optimizer = self.model.optimizer
-        learning_rate.assign(optimizer, [rate] * len(learning_rate.leaves(optimizer)))
+        rates = [rate] * len(learning_rate.leaves(optimizer))
+        assign_rates(optimizer, rates, self.momentum_correction)
 
 
 class LearningRateWarmupCallback(RingCallback):
@@ -129,8 +129,9 @@ class LearningRateWarmupCallback(RingCallback):
     Args:
         initial_lr: The target; by default the optimizer's learning rate for all ranks.
         warmup_epochs: Number of epochs, which may be fractional.
-        momentum_correction: Not possible in Keras 3, which compiles momentum into the step;
-            warns where the optimizer has momentum.
+        momentum_correction: The velocities of SGD and RMSprop are multiplied by what the
+            learning rate changes by; see `ringplug.keras.momentum`. Warns that it is not done
+            where the learning rate is a schedule.
         steps_per_epoch: Batches per epoch, where `fit` cannot know them.
         verbose: 1: rank 0 prints a line when the warm-up ends.
 
@@ -172,14 +173,14 @@ class LearningRateWarmupCallback(RingCallback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
-        if not self.distributed or self.warmup_epochs <= 0:
+        if self.warmup_epochs <= 0 or not (self.distributed or self.initial_lr is not None):
             return
         self._steps = steps_of(self)
         optimizer = self.model.optimizer
         reduction = reduction_of(optimizer)
-        if self.momentum_correction:
-            warn_about_momentum(optimizer)
         if _has_schedule(optimizer):
+            if self.momentum_correction:
+                warn_about_momentum(optimizer)
             if self.initial_lr is not None:
                 _refuse_schedule(optimizer, "LearningRateWarmupCallback(initial_lr=...)")
             self._schedule(optimizer)
@@ -202,7 +203,8 @@ class LearningRateWarmupCallback(RingCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_end(epoch, logs)
-        if self.distributed and epoch < self.warmup_epochs <= epoch + 1:
+        warming = self.distributed or self._targets is not None
+        if warming and epoch < self.warmup_epochs <= epoch + 1:
             if self._targets is not None:
                 # With several steps per execution the last batch was not seen by itself.
                 self._set(1.0)
@@ -235,7 +237,8 @@ class LearningRateWarmupCallback(RingCallback):
         size = runtime.current().world.size
         factor = (1 + min(progress, 1.0) * (size - 1)) / size
         assert self._targets is not None
-        learning_rate.assign(self.model.optimizer, [t * factor for t in self._targets])
+        rates = [target * factor for target in self._targets]
+        assign_rates(self.model.optimizer, rates, self.momentum_correction)
 
     def _done(self) -> None:
         reduction = reduction_of(self.model.optimizer)
@@ -288,6 +291,14 @@ def steps_of(callback: RingCallback) -> int:
     return int(found)
 
 
+def assign_rates(optimizer: Any, rates: list[float], momentum_correction: bool) -> None:
+    """Set the learning rates, and let velocities follow."""
+    before = learning_rate.current(optimizer) if momentum_correction else []
+    learning_rate.assign(optimizer, rates)
+    if momentum_correction:
+        correct_momentum(optimizer, before, rates)
+
+
 def undo_scaling(optimizer: Any) -> None:
     """Take back the automatic scaling where the user says what the learning rate is to be."""
     reduction = reduction_of(optimizer)
@@ -301,13 +312,13 @@ def undo_scaling(optimizer: Any) -> None:
 
 
 def warn_about_momentum(optimizer: Any) -> None:
-    """Say, once on rank 0, that momentum stays as it is while the learning rate changes."""
+    """Say, on rank 0, that velocities stay as they are while a schedule warms up."""
     world = runtime.current().world
     momentum = [getattr(leaf, "momentum", None) for leaf in learning_rate.leaves(optimizer)]
     if world.rank == 0 and any(isinstance(m, float) and m > 0 for m in momentum):
         warnings.warn(
-            "momentum_correction is not possible: Keras 3 compiles momentum into the training "
-            "step. It stays as it is (momentum_correction=False silences this)",
+            "momentum_correction is not possible where the learning rate is a schedule, which "
+            "changes it inside the step (momentum_correction=False silences this)",
             stacklevel=2,
         )
 
