@@ -2,11 +2,12 @@
 
 Tensors may become ready in any order on each rank; buckets leave in plan order on all. That
 order is a contract, so a step negotiates nothing: one small check that all ranks run the same
-plan, then the buckets.
+plan, then the buckets; or one for each bucket where they leave one by one.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -61,19 +62,29 @@ class Plan:
         self.buckets = make_buckets(
             self.specs, config.fusion_bytes, config.first_bucket_bytes, compressor.wire_dtype
         )
-        self._description = self._describe()
-        self._signature = digest(self._description)
+        self.description = self._describe()
+        self._signature = digest(self.description)
         self._layout: dict[tuple[int, int, int], list[tuple[int, slice, slice]]] = {}
         self._shown = PlanTrace(timeline, self.specs, self.buckets)
         self._members = [{slot.index for slot in bucket.slots} for bucket in self.buckets]
         self._begin()
         lane.partner(self._signature, self._follow)
+        # Buckets that leave one by one are agreed on one by one: those of another plan, whose
+        # tensors become ready in the same backward pass, may come between.
+        self._tickets = [_Ticket(self, number) for number in range(len(self.buckets))]
 
     def _follow(self, transport: Transport) -> None:
         """This rank has joined: it contributes neutral values to a step of the others."""
-        flat = [neutral_array(spec.shape, spec.dtype, self._op).reshape(-1) for spec in self.specs]
         for number in range(len(self.buckets)):
-            self._reduce(transport, number, flat, flat)
+            self.follow(transport, number)
+
+    def follow(self, transport: Transport, number: int) -> None:
+        """As a rank that has joined, contribute neutral values to one bucket of the others."""
+        flat: list[Buffer | None] = [None] * len(self.specs)
+        for index in self._members[number]:
+            spec = self.specs[index]
+            flat[index] = neutral_array(spec.shape, spec.dtype, self._op).reshape(-1)
+        self._reduce(transport, number, flat, flat)
 
     # -- everything at once
 
@@ -184,7 +195,8 @@ class Plan:
             for handle in earlier:
                 handle.wait()
             if number == 0:
-                self._meet(transport)
+                self._shown.meeting()
+            self._tickets[number].meet(transport)
             self._reduce(transport, number, arrays, arrays)
 
         self._shown.launched(number)
@@ -192,7 +204,7 @@ class Plan:
 
     def _meet(self, transport: Transport) -> None:
         self._shown.meeting()
-        transport.agree(self._signature, self._description)
+        transport.agree(self._signature, self.description)
 
     # -- one bucket
 
@@ -260,3 +272,27 @@ class Plan:
             for index, spec in enumerate(self.specs)
         ]
         return "\n".join([head, *lines])
+
+
+class _Ticket:
+    """What the ranks agree on before one bucket of a plan whose buckets leave one by one."""
+
+    def __init__(self, plan: Plan, number: int) -> None:
+        # Weak: the plan owns its tickets, and goes when its owner does.
+        self._plan = weakref.ref(plan)
+        self._number = number
+        self._signature = digest(self._describe(plan))
+        plan.lane.partner(self._signature, self._follow)
+
+    def meet(self, transport: Transport) -> None:
+        """Wait for the other ranks, and check that they are about to send the same bucket."""
+        plan = self._plan()
+        assert plan is not None
+        transport.agree(self._signature, self._describe(plan))
+
+    def _describe(self, plan: Plan) -> str:
+        return f"{plan.description}\nbucket {self._number}"
+
+    def _follow(self, transport: Transport) -> None:
+        if (plan := self._plan()) is not None:
+            plan.follow(transport, self._number)
