@@ -242,9 +242,9 @@ def _warn_unknown(env: Mapping[str, str]) -> None:
         if name == JOB or name in known or name in honoured or name in _warned:
             continue
         if name.startswith("HOROVOD_"):
-            _warned.add(name)
             why = horovod.why_ignored(name, env[name])
             if why:
+                _warned.add(name)
                 warnings.warn(f"{name} has no effect in ringplug: {why}", stacklevel=3)
         if name.startswith("RINGPLUG_"):
             _warned.add(name)

@@ -31,13 +31,13 @@ class Group:
         self.named = named
         self.plans: Lane | None = None
 
-    def index(self, rank: int, role: str) -> int:
+    def index(self, rank: int | None, role: str) -> int:
         """The place of a rank of the world among the members.
 
         Raises:
             UsageError: It is no member.
         """
-        if rank not in self.ranks:
+        if rank is None or rank not in self.ranks:
             where = f"0..{len(self.ranks) - 1}" if self.number == 0 else f"{list(self.ranks)}"
             raise UsageError(f"{role} {rank} is not in {where}")
         return self.ranks.index(rank)

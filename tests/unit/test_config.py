@@ -232,3 +232,63 @@ def test_the_table_lists_every_setting():
     )
     for setting in dataclasses.fields(Config):
         assert f"| `{setting.name}` | `{config.variable(setting.name)}`" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "wanted"),
+    [
+        ("HOROVOD_DYNAMIC_PROCESS_SETS", "1", "dynamic_process_sets", True),
+        ("HOROVOD_DISABLE_GROUP_FUSION", "1", "group_fusion", False),
+        ("HOROVOD_DISABLE_GROUP_FUSION", "0", "group_fusion", True),
+        ("HOROVOD_TIMELINE", "/tmp/t.json", "timeline", "/tmp/t.json"),
+        ("HOROVOD_TIMELINE_MARK_CYCLES", "1", "timeline_mark_cycles", True),
+        ("HOROVOD_STALL_CHECK_DISABLE", "1", "stall_warning", float("inf")),
+        ("HOROVOD_STALL_CHECK_TIME_SECONDS", "7", "stall_warning", 7.0),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "90", "timeout", 90.0),
+        ("HOROVOD_FUSION_THRESHOLD", "1000", "fusion_bytes", 1000),
+        ("HOROVOD_START_TIMEOUT", "5", "start_timeout", 5.0),
+        ("HOROVOD_LOG_LEVEL", "debug", "log_level", "debug"),
+    ],
+)
+def test_horovods_variables(name, value, field, wanted):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert getattr(Config.load({name: value}), field) == wanted
+
+
+def test_an_own_name_is_stronger_than_horovods():
+    both = {"HOROVOD_STALL_CHECK_DISABLE": "1", "RINGPLUG_STALL_WARNING": "3"}
+    assert Config.load(both).stall_warning == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("HOROVOD_CYCLE_TIME", "no cycle"),
+        ("HOROVOD_CACHE_CAPACITY", "by number"),
+        ("HOROVOD_AUTOTUNE_LOG", "fusion_bytes"),
+        ("HOROVOD_GLOO_IFACE", "no gloo"),
+        ("HOROVOD_NUM_NCCL_STREAMS", "GPU"),
+        ("HOROVOD_WITH_MPI", "nothing is compiled"),
+        ("HOROVOD_RANK", "ringrun"),
+        ("HOROVOD_SOMETHING_ELSE", "not known"),
+    ],
+)
+def test_other_variables_of_horovod_warn_once(name, reason, monkeypatch):
+    monkeypatch.setattr(config, "_warned", set())
+    with pytest.warns(UserWarning, match=f"{name} has no effect in ringplug: .*{reason}") as caught:
+        Config.load({name: "1"})
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Config.load({name: "1"})
+
+
+@pytest.mark.parametrize("value", ["mpi", "MPI"])
+def test_what_is_done_anyway_needs_no_warning(value, monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Config.load({"HOROVOD_CONTROLLER": value, "HOROVOD_CPU_OPERATIONS": value})
+    monkeypatch.setattr(config, "_warned", set())
+    with pytest.warns(UserWarning, match="HOROVOD_CONTROLLER has no effect"):
+        Config.load({"HOROVOD_CONTROLLER": "gloo"})

@@ -13,7 +13,7 @@ from ringplug.backend import adapters, runtime
 from ringplug.backend.buffers import Array, ReduceOp, check_reducible
 from ringplug.backend.compression import Compressor, get_compressor
 from ringplug.backend.compression.none import NoCompression
-from ringplug.backend.errors import NotSupportedError, UsageError
+from ringplug.backend.errors import ConfigError, NotSupportedError, UsageError
 from ringplug.backend.execution import Work
 from ringplug.backend.groups import Group
 from ringplug.backend.handle import Handle
@@ -163,11 +163,11 @@ def start(  # noqa: PLR0913 - one operation, field by field
         problem: Why the caller refuses it.
 
     Raises:
-        UsageError: It cannot be, here.
+        UsageError, ConfigError: It cannot be, here.
     """
     current = runtime.current()
     group = current.groups.find(process_set)
-    key = group.named.next_name() if name is None else name
+    key = group.named.next_name() if name is None else str(name)
     try:
         if problem:
             raise UsageError(problem)
@@ -178,9 +178,10 @@ def start(  # noqa: PLR0913 - one operation, field by field
             _check_op(kind, reduction, len(group.ranks))
         arrays = [_array(tensor, reduction) for tensor in tensors]
         targets = [_target(tensor) for tensor in tensors] if in_place else None
-        at = 0 if root is None else group.index(root, "root_rank")
+        scales = _factor("prescale", prescale), _factor("postscale", postscale)
+        at = 0 if root is None and kind != "broadcast" else group.index(root, "root_rank")
         numbers = _rows(arrays[0], splits, len(group.ranks)) if kind == "alltoall" else ()
-    except UsageError as error:
+    except (UsageError, ConfigError) as error:
         refusal = f"{key}: {error}"
         group.named.submit(Work(Request(key, kind, refused=str(error)), []), background=True)
         raise type(error)(refusal) from None
@@ -191,8 +192,8 @@ def start(  # noqa: PLR0913 - one operation, field by field
         shapes=tuple(array.shape for array in arrays),
         op=_op_name(reduction),
         root=at,
-        prescale=float(prescale),
-        postscale=float(postscale),
+        prescale=scales[0],
+        postscale=scales[1],
         codec=codec.name,
         numbers=numbers,
     )
@@ -204,6 +205,13 @@ def start(  # noqa: PLR0913 - one operation, field by field
 @cache
 def _dtype_name(dtype: np.dtype[Any]) -> str:
     return dtype.name
+
+
+def _factor(which: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{which}_factor={value!r} is not a number") from None
 
 
 def _check_op(kind: str, op: ReduceOp | Reduction, size: int) -> None:
