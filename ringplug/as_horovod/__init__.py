@@ -17,7 +17,7 @@ from typing import Any
 
 from ringplug.backend.errors import UsageError
 
-__all__ = ["FOLDER", "install", "offer"]
+__all__ = ["FOLDER", "install", "installed", "offer"]
 
 FOLDER = Path(__file__).resolve().parent
 """What belongs on the import path before any other ``horovod``."""
@@ -32,16 +32,21 @@ def install() -> None:
     Raises:
         UsageError: Another horovod has been imported already; says from where.
     """
-    loaded = sys.modules.get("horovod")
-    if loaded is None:
+    if "horovod" not in sys.modules:
         sys.path.insert(0, str(FOLDER))
         try:
-            loaded = import_module("horovod")
+            import_module("horovod")
         finally:
             sys.path.remove(str(FOLDER))
-    path = getattr(loaded, "__file__", None)
-    if path is None or FOLDER not in Path(path).resolve().parents:
+    if not installed():
+        path = getattr(sys.modules["horovod"], "__file__", None)
         raise UsageError(f"another horovod has been imported already, from {path}")
+
+
+def installed() -> bool:
+    """Whether ``horovod`` has been imported in this process, and is ringplug."""
+    path = getattr(sys.modules.get("horovod"), "__file__", None)
+    return path is not None and FOLDER in Path(path).resolve().parents
 
 
 def offer(

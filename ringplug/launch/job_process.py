@@ -46,7 +46,8 @@ def main() -> None:
 def _run(options: Options) -> tuple[dict[str, Any], dict[int, bytes]]:
     root_reason(options.allow_run_as_root)
     results: dict[int, bytes] = {}
-    rank_line = [sys.executable, "-m", "ringplug.launch.worker", "--call"]
+    stand_in = ["--as-horovod"] if options.as_horovod else []
+    rank_line = [sys.executable, "-m", "ringplug.launch.worker", *stand_in, "--call"]
     with supervised(options, rank_line) as (supervisor, line, environ):
         directory = supervisor.job.directory
         _store(sys.stdin.buffer, directory / FUNCTION)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from ringplug.as_horovod import installed
 from ringplug.backend import config, errors
 from ringplug.backend.errors import RankFailedError, RingplugError, UsageError
 from ringplug.launch.hosts import all_local, parse_hostfile, parse_hosts
@@ -107,6 +108,8 @@ def run(  # noqa: PLR0913 - one argument for each thing that ringrun can be told
             "--mpi-args": mpi_args,
             "--network-interfaces": network_interfaces,
             "--verbose": verbose,
+            # What `horovod` is here, it is for the function in the ranks.
+            "--as-horovod": installed(),
             "--allow-run-as-root": allow_run_as_root,
         }
     )

@@ -40,9 +40,10 @@ def ringrun(*arguments, cwd, path=()):
     return done.returncode, done.stdout + done.stderr
 
 
-def python(code, *path):
+def python(code, *path, shim=(SHIM,)):
     """Code in a fresh interpreter where `path` and the shim are importable."""
-    environ = {"PYTHONPATH": os.pathsep.join([*map(str, path), str(SHIM), str(REPOSITORY)])}
+    folders = [str(folder) for folder in (*path, *shim, REPOSITORY)]
+    environ = {"PYTHONPATH": os.pathsep.join(folders)}
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, **environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
@@ -366,9 +367,15 @@ def test_install_in_a_process_wins_over_the_path_but_not_over_an_import(rival, t
         "from ringplug.as_horovod import install\n"
         "install(); install()\n"
         "import horovod; print(horovod.__version__, sys.path == before)\n"
+        "def work():\n"
+        "    import horovod.common as hvd, horovod.torch\n"
+        "    hvd.init()\n"
+        "    return hvd.size()\n"
+        "print(horovod.run(work, num_proc=2))\n"
     )
-    assert python(code.format(first=str(rival))).stdout == "0.28.1 True\n"
+    done = python(code.format(first=str(rival)), shim=())
+    assert done.stdout == "0.28.1 True\n[2, 2]\n", done.stderr
     (tmp_path / "horovod.py").write_text("")
     code = "import horovod; from ringplug.as_horovod import install; install()"
-    done = python(code, tmp_path)
+    done = python(code, tmp_path, shim=())
     assert f"another horovod has been imported already, from {tmp_path}" in done.stderr
