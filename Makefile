@@ -27,7 +27,7 @@ test-launched: $(READY)
 	$(BIN)/python -m pytest tests/launched
 
 test-plugins: $(READY)
-	$(BIN)/python -m pytest $(wildcard $(addprefix tests/,launch torch keras lightning examples))
+	$(BIN)/python -m pytest $(wildcard $(addprefix tests/,launch torch tensorflow keras lightning examples))
 
 lint: $(READY)
 	$(BIN)/ruff check .

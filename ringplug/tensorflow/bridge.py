@@ -174,7 +174,8 @@ def name_in_graph(kind: str, name: str | None, tensor: Any) -> str | None:
     graph = tf.compat.v1.get_default_graph()
     if graph.building_function:
         return name
-    taken = graph.__dict__.setdefault(_NAMES, {})
+    taken: dict[str, int] = getattr(graph, _NAMES, {})
+    setattr(graph, _NAMES, taken)
     wanted = name or f"{kind}.{tensor.name if tensor is not None else ''}"
     taken[wanted] = taken.get(wanted, 0) + 1
     return wanted if taken[wanted] == 1 else f"{wanted}#{taken[wanted]}"

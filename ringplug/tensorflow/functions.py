@@ -47,14 +47,16 @@ def broadcast_variables(
         inplace: Without effect; memory beside the variables is never more than such a message.
 
     Returns:
-        None in eager code; in a graph, the operation that does it.
+        None; in a graph of ``tf.compat.v1``, the operation that does it.
 
     Raises:
         MismatchError: On every rank, when they pass different variables or roots.
     """
     del inplace
     assigned = _assign(list(variables), root_rank, None, process_set)
-    return None if tf.executing_eagerly() else tf.group(*assigned)
+    if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
+        return None
+    return tf.group(*assigned)
 
 
 @entry

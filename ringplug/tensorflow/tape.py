@@ -148,6 +148,7 @@ def PartialDistributedGradientTape(  # noqa: PLR0913, PLR0917 - see above
 class _Distributed:
     """What is added to a tape's class."""
 
+    _given: Any
     _reducer: GradientReducer
     _plain_class: Any
 
@@ -165,6 +166,9 @@ class _Distributed:
         if isinstance(unconnected_gradients, bool):
             # Horovod has use_generic_names in this place.
             unconnected_gradients = tf.UnconnectedGradients.NONE
+        if self._given._recording and not self._given._persistent:
+            # As TensorFlow does where gradient() is called inside of the tape's block.
+            self._given._pop_tape()
         tape: Any = self._plain()
         gradients = tape.gradient(target, sources, output_gradients, unconnected_gradients)
         reduced = self._reducer.reduce(tf.nest.flatten(gradients), tf.nest.flatten(sources))
@@ -199,6 +203,7 @@ def _distributed(gradtape: Any, reducer: GradientReducer) -> Any:
     tape.__dict__.update(vars(gradtape))
     # The given tape ends its own recording.
     tape._recording = False
+    tape._given = gradtape
     tape._reducer = reducer
     return tape
 

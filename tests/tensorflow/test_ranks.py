@@ -8,24 +8,39 @@ from tests.checks import passed
 from tests.launching import run_ranks
 
 RANKS = Path(__file__).parent / "ranks"
-DYNAMIC = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "KERAS_BACKEND": "tensorflow"}
+ENV = {"HOROVOD_DYNAMIC_PROCESS_SETS": "1", "KERAS_BACKEND": "tensorflow"}
 
 pytestmark = pytest.mark.slow
 
 
-def run(np, *modules, **env):
-    launcher = "python" if np == 1 else "ringrun"
+def run(np, *modules):
     done = run_ranks(
-        RANKS / "checks.py", np, np, *modules, timeout=300, env=DYNAMIC | env, launcher=launcher
+        RANKS / "checks.py",
+        np,
+        np,
+        *modules,
+        timeout=300,
+        env=ENV,
+        launcher="python" if np == 1 else "ringrun",
     )
     passed(done, np)
 
 
-@pytest.mark.parametrize("np", [1, 2, 3, 4])
-def test_operations(np):
-    run(np, "operations")
+def test_one_rank():
+    run(1, "operations", "gradients", "errors", "tapes", "optimizers", "variables", "graphs_of_v1")
 
 
-@pytest.mark.parametrize("np", [2, 4])
-def test_gradients_and_errors(np):
-    run(np, "gradients", "errors")
+def test_two_ranks():
+    run(2, "operations", "gradients", "errors", "graphs_of_v1")
+
+
+def test_training_on_two_ranks():
+    run(2, "tapes", "optimizers", "variables")
+
+
+def test_three_ranks():
+    run(3, "operations", "gradients", "tapes")
+
+
+def test_four_ranks():
+    run(4, "errors", "optimizers", "variables", "graphs_of_v1")
