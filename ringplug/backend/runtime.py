@@ -58,6 +58,9 @@ class Runtime:
         self._lock = threading.Lock()
         self._lanes: list[Lane] = []
         self._closed = False
+        # How often all ranks have joined. What ranks count together begins anew then, since
+        # some did not make all the steps.
+        self.joins = 0
         self.timeline = Timeline(self.world.rank, self.world.size)
         self._check_settings()
         # Made here, where all ranks are: a rank may later use it alone for a while.
@@ -159,8 +162,9 @@ class Runtime:
         handle = group.named.join()
         if group.plans is not None and self.world.size > 1:
             while group.plans.follow("join"):
-                group.named.touch(handle)
+                group.named.touch()
         last: int = group.named.wait(handle)
+        self.joins += 1
         return last
 
     def size_of(self, process_set: ProcessSet | int | None) -> int:

@@ -81,6 +81,7 @@ class GradientExchange:
         self._size = self.runtime.size_of(options.process_set)
         self._sparse: dict[int, int] = {}
         self._round = 0
+        self._joins = self.runtime.joins
         self._make_plan()
         self._rows = SparseExchange(self._plan.lane, named)
         self._replicas = ReplicaCheck(self._plan.lane, named)
@@ -184,6 +185,10 @@ class GradientExchange:
             MismatchError: The ranks are at different rounds.
             RecoverableError: A rank is gone or late.
         """
+        if self._joins != self.runtime.joins:
+            # Ranks that joined early missed rounds, and steps: the models are compared again.
+            self._joins = self.runtime.joins
+            self._round = 0
         lent = {}
         for index, slot in self._slots.items():
             gradient = self._own[index]

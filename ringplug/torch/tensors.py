@@ -50,7 +50,8 @@ def describe(tensor: Tensor) -> str:
 
 def raw_bytes(tensor: Tensor) -> Buffer:
     """The bytes of a contiguous CPU tensor, in place."""
-    flat = tensor.detach().reshape(-1)
+    # The stride of a dimension of length 1 is arbitrary, and reshape keeps it.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy()
 
 
