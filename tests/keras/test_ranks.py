@@ -47,6 +47,18 @@ def test_callbacks_and_errors(backend):
     run(2, backend, "callbacks", "failures", **(TWO_DEVICES if backend == "jax" else {}))
 
 
+@pytest.mark.parametrize(
+    ("np", "backend"), [(1, "torch"), (2, "torch"), (4, "torch"), (3, "tensorflow"), (3, "jax")]
+)
+def test_the_contract_of_horovod(np, backend):
+    run(np, backend, "contract")
+
+
+@pytest.mark.parametrize(("np", "backend"), [(3, "torch"), (2, "tensorflow"), (2, "jax")])
+def test_batches_of_all_ranks_and_elastic_states(np, backend):
+    run(np, backend, "batch_norm", "elastic_states")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_world_of_one(backend):
     run(1, backend, "alone", *(["custom_calls"] if backend != "torch" else []))

@@ -7,7 +7,6 @@ import warnings
 import keras
 import numpy as np
 
-import ringplug
 import ringplug.keras as ring
 from tests.keras.ranks import equivalence, task
 
@@ -187,13 +186,11 @@ def compression_of_ones_own():
         np.testing.assert_allclose(value(w), np.full((2, 2), -(size - 1) / 2), rtol=1e-2)
         mean = ring.allreduce(np.full((3,), ring.rank(), "float32"), compression=codec)
         np.testing.assert_allclose(value(mean), np.full(3, (size - 1) / 2), rtol=1e-2)
-    x, y = task.data()
-    for how in equivalence.MODES.values():
-        together, alone, _ = task.distributed_and_alone(
-            lambda: keras.optimizers.SGD(0.1), {"compression": Halves}, **how
-        )
-        assert task.difference(together, alone) < 1e-5
-        break
+    compiled = next(iter(equivalence.MODES.values()))
+    together, alone, _ = task.distributed_and_alone(
+        lambda: keras.optimizers.SGD(0.1), {"compression": Halves}, **compiled
+    )
+    assert task.difference(together, alone) < 1e-5
     tensor, context = ring.Compression.fp16.compress(keras.ops.convert_to_tensor([0.1, 2.0]))
     assert keras.backend.standardize_dtype(tensor.dtype) == "float16"
     again = ring.Compression.fp16.decompress(tensor, context)
@@ -277,7 +274,6 @@ def values():
 
 def broadcast_but_for_local_variables():
     rank, root = ring.rank(), ring.size() - 1
-    x, y = task.data()
     for one in (False, True):
         model = two_layers(rank)
         for layer in model.layers:
@@ -347,7 +343,7 @@ def learning_rates():
     size = ring.size()
     x, y = task.data()
     made = ring.callbacks
-    for callbacks, expected, arguments in (
+    cases = (
         ([made.BroadcastGlobalVariablesCallback(0), made.MetricAverageCallback()], 0.01, {}),
         (made.default(), 0.01 * size, {}),
         (made.default(scale_lr="sqrt"), 0.01 * size**0.5, {}),
@@ -357,7 +353,10 @@ def learning_rates():
         ([made.LearningRateWarmupCallback(warmup_epochs=1)], 0.01 * size, {}),
         (made.default([made.LearningRateWarmupCallback(0.03, 1)]), 0.03, {}),
         ([made.LearningRateWarmupCallback(0.03, 1)], 0.03, {}),
-    ):
+    )
+    if BACKEND != "torch":
+        cases = cases[:2]  # each compiles a step anew
+    for callbacks, expected, arguments in cases:
         optimizer = ring.DistributedOptimizer(keras.optimizers.SGD(0.01), **arguments)
         model = task.make_model()
         for _ in range(2):
@@ -372,7 +371,7 @@ class Own(keras.optimizers.SGD):
 def loading():
     x, y = task.data()
     with tempfile.TemporaryDirectory() as folder:
-        for kind, suffix, how in (
+        cases = (
             (Own, "keras", {"custom_optimizers": [Own]}),
             (Own, "keras", {"custom_objects": {"Own": Own}}),
             (
@@ -382,7 +381,8 @@ def loading():
             ),
             (keras.optimizers.Adam, "keras", {}),
             (keras.optimizers.Adam, "h5", {"compression": ring.Compression.fp16}),
-        ):
+        )
+        for kind, suffix, how in cases if BACKEND == "torch" else cases[-1:]:
             optimizer = ring.DistributedOptimizer(kind(0.01))
             model = task.make_model()
             model.compile(optimizer, keras.losses.MeanSquaredError())
