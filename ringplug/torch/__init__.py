@@ -17,13 +17,19 @@ In a plain training loop::
 from __future__ import annotations
 
 from ringplug.backend.errors import HostsUpdatedInterrupt
-from ringplug.backend.ops import allgather_object, broadcast_object
+from ringplug.torch import elastic
 from ringplug.torch.compression import (
     BF16Compressor,
     Compression,
     Compressor,
     FP16Compressor,
     NoneCompressor,
+)
+from ringplug.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
 )
 from ringplug.torch.mpi_ops import (
     Adasum,
@@ -90,7 +96,7 @@ from ringplug.torch.mpi_ops import (
 )
 from ringplug.torch.optimizer import DistributedOptimizer
 from ringplug.torch.rendezvous import register
-from ringplug.torch.state import broadcast_optimizer_state, broadcast_parameters
+from ringplug.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -108,6 +114,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -133,6 +140,7 @@ __all__ = [
     "ddl_built",
     "get_process_set_ids_and_ranks",
     "global_process_set",
+    "elastic",
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",

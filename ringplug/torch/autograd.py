@@ -44,6 +44,7 @@ class Call:
         op: The reduction.
         prescale: Factor before the reduction.
         postscale: Factor after it.
+        average: Given beside `op` by mistake, for the operation to refuse.
         codec: What it travels as.
         root: The sending rank, for a broadcast.
     """
@@ -53,6 +54,7 @@ class Call:
     op: Any = None
     prescale: float = 1.0
     postscale: float = 1.0
+    average: Any = None
     codec: Any = "none"
     root: int = 0
 
@@ -104,7 +106,7 @@ def _differentiable(tensors: Sequence[Any]) -> bool:
 
 
 def _allreduce(call: Call, grouped: bool, *tensors: Any) -> tuple[Any, ...]:
-    arguments = (None, call.name, call.codec, call.op, call.prescale, call.postscale)
+    arguments = (call.average, call.name, call.codec, call.op, call.prescale, call.postscale)
     if grouped:
         return tuple(ops.grouped_allreduce(tensors, *arguments, call.process_set))
     return (ops.allreduce(tensors[0], *arguments, call.process_set),)

@@ -10,6 +10,7 @@ narrow floats are added in float32.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch import Tensor
 
 from ringplug.backend import ops
 from ringplug.backend.buffers import ReduceOp
+from ringplug.backend.errors import ConfigError
 from ringplug.backend.process_set import ProcessSet, global_process_set
+from ringplug.backend.reduction import Reduction
 from ringplug.torch import autograd
 from ringplug.torch.autograd import Call
 from ringplug.torch.compilation import untraced
@@ -77,9 +80,9 @@ def allreduce(
         UsageError: A ValueError: the tensor or an argument cannot work.
         StalledError, PeerLostError: Some rank is late or gone.
     """
-    op = ops.resolve_op(op, average)
-    call = Call(name, process_set, op, prescale_factor, postscale_factor)
-    return _compressed(autograd.allreduce, call, [tensor], False, compression)[0]
+    op, average = _newer(op, average)
+    call = Call(name, process_set, op, prescale_factor, postscale_factor, average)
+    return _compressed("allreduce", call, [tensor], False, compression)[0]
 
 
 def allreduce_async(
@@ -108,9 +111,16 @@ def allreduce_async(
     Raises:
         UsageError: A ValueError: the arguments cannot work, or the name is in flight.
     """
-    op = ops.resolve_op(op, average)
+    op, average = _newer(op, average)
     return begin(
-        ops.allreduce_async, tensor, None, name, op, prescale_factor, postscale_factor, process_set
+        ops.allreduce_async,
+        tensor,
+        average,
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
 
 
@@ -128,9 +138,16 @@ def allreduce_async_(
     The tensor must be left alone until `synchronize`, which returns it. The arguments and errors
     are those of `allreduce_async`.
     """
-    op = ops.resolve_op(op, average)
+    op, average = _newer(op, average)
     return begin(
-        ops.allreduce_async_, tensor, None, name, op, prescale_factor, postscale_factor, process_set
+        ops.allreduce_async_,
+        tensor,
+        average,
+        name,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set,
     )
 
 
@@ -147,9 +164,9 @@ def allreduce_(
 
     The arguments and errors are those of `allreduce`.
     """
-    op = ops.resolve_op(op, average)
+    op, average = _newer(op, average)
     scales = (prescale_factor, postscale_factor)
-    result: Tensor = _run(ops.allreduce_, tensor, None, name, op, *scales, process_set)
+    result: Tensor = _run(ops.allreduce_, tensor, average, name, op, *scales, process_set)
     return result
 
 
@@ -182,9 +199,9 @@ def grouped_allreduce(
     Raises:
         HorovodInternalError, UsageError: As for `allreduce`.
     """
-    op = ops.resolve_op(op, average)
-    call = Call(name, process_set, op, prescale_factor, postscale_factor)
-    return _compressed(autograd.allreduce, call, list(tensors), True, compression)
+    op, average = _newer(op, average)
+    call = Call(name, process_set, op, prescale_factor, postscale_factor, average)
+    return _compressed("allreduce", call, list(tensors), True, compression)
 
 
 def grouped_allreduce_async(
@@ -197,11 +214,11 @@ def grouped_allreduce_async(
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
     """Start a `grouped_allreduce`; one handle for the group, whose result is the list."""
-    op = ops.resolve_op(op, average)
+    op, average = _newer(op, average)
     return begin(
         ops.grouped_allreduce_async,
         list(tensors),
-        None,
+        average,
         name,
         op,
         prescale_factor,
@@ -220,11 +237,11 @@ def grouped_allreduce_async_(
     process_set: ProcessSet | None = global_process_set,
 ) -> Handle:
     """Start a `grouped_allreduce` into the tensors themselves; see `allreduce_async_`."""
-    op = ops.resolve_op(op, average)
+    op, average = _newer(op, average)
     return begin(
         ops.grouped_allreduce_async_,
         list(tensors),
-        None,
+        average,
         name,
         op,
         prescale_factor,
@@ -243,10 +260,10 @@ def grouped_allreduce_(
     process_set: ProcessSet | None = global_process_set,
 ) -> list[Tensor]:
     """A `grouped_allreduce` into the tensors themselves, which are returned."""
-    op = ops.resolve_op(op, average)
+    op, average = _newer(op, average)
     scales = (prescale_factor, postscale_factor)
     result: list[Tensor] = _run(
-        ops.grouped_allreduce_, list(tensors), None, name, op, *scales, process_set
+        ops.grouped_allreduce_, list(tensors), average, name, op, *scales, process_set
     )
     return result
 
@@ -279,7 +296,7 @@ def reducescatter(
         HorovodInternalError, UsageError: As for `allreduce`.
     """
     call = Call(name, process_set, op, prescale_factor, postscale_factor)
-    return _compressed(autograd.reducescatter, call, [tensor], False, compression)[0]
+    return _compressed("reducescatter", call, [tensor], False, compression)[0]
 
 
 def reducescatter_async(
@@ -307,7 +324,7 @@ def grouped_reducescatter(
 ) -> list[Tensor]:
     """A `reducescatter` of several tensors as one operation; see `grouped_allreduce`."""
     call = Call(name, process_set, op, prescale_factor, postscale_factor)
-    return _compressed(autograd.reducescatter, call, list(tensors), True, compression)
+    return _compressed("reducescatter", call, list(tensors), True, compression)
 
 
 def grouped_reducescatter_async(
@@ -335,18 +352,35 @@ def _run(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
+def _newer(op: Any, average: Any) -> tuple[Any, Any]:
+    """Horovod's older argument `average` as `op`.
+
+    Both together are left to the operation, whose refusal the other ranks hear of.
+    """
+    if isinstance(average, (ReduceOp, Reduction)):
+        return (average, None) if op is None else (op, average)
+    if average is None or op is not None:
+        return op, average
+    text = "average= is the older spelling: use op=Average or op=Sum"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+    return ReduceOp.AVERAGE if average else ReduceOp.SUM, None
+
+
 @untraced
 def _compressed(
-    collective: Callable[[Call, Sequence[Any], bool], list[Any]],
+    kind: str,
     call: Call,
     tensors: Sequence[Any],
     grouped: bool,
     compression: CompressionChoice,
 ) -> list[Any]:
     """The collective, on the wire as the engine's codec or inside the user's compressor."""
-    codec = wire_codec(compression)
+    collective = autograd.allreduce if kind == "allreduce" else autograd.reducescatter
+    try:
+        call = call.with_codec(wire_codec(compression))
+    except ConfigError as error:
+        ops.start(kind, [], name=call.name, process_set=call.process_set, problem=str(error))
     mine = user_compressor(compression)
-    call = call.with_codec(codec)
     if mine is None:
         return collective(call, tensors, grouped)
     packed = [mine.compress(tensor) for tensor in tensors]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import threading
+import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,8 +131,9 @@ def average_is_the_deprecated_spelling(rank, size):
     tensor = torch.ones(2)
     for function in (hvd.allreduce, hvd.allreduce_):
         for average, expected in ((True, 1), (False, size)):
-            with pytest.warns(DeprecationWarning, match="op"):
+            with pytest.warns(DeprecationWarning, match="op") as caught:
                 result = function(tensor.clone(), average=average)
+            assert caught[0].filename.endswith("ranks_operations.py")
             assert result.tolist() == [expected] * 2
     for function in (hvd.allreduce_async, hvd.allreduce_async_):
         with pytest.warns(DeprecationWarning, match="op"):
@@ -251,6 +256,49 @@ def asynchronous_operations_are(rank, size):
     moves = [hvd.broadcast_async(torch.full((50,), rank), 0) for _ in range(50)]
     assert all(hvd.synchronize(one)[:, 0].tolist() == list(range(size)) for one in gathers)
     assert all(hvd.synchronize(one)[0] == 0 for one in moves)
+
+
+@check
+def polling_is_enough_to_get_done(rank, size):
+    handles = [hvd.allreduce_async(torch.ones(5), name=f"polled{at}") for at in range(5)]
+    handles.append(hvd.sparse_allreduce_async(torch.eye(2).to_sparse(), "polled", hvd.Sum))
+    deadline = time.monotonic() + 60
+    while not all(hvd.poll(handle) for handle in handles):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@check
+def operations_without_their_handles_go_on(rank, size):
+    tensor = torch.ones(100)
+    hvd.allreduce_async_(tensor, op=hvd.Sum)
+    hvd.broadcast_async(torch.ones(100), 0)
+    del tensor
+    hvd.barrier()
+    kept = torch.ones(100)
+    handle = hvd.allreduce_async_(kept, op=hvd.Sum)
+    hvd.synchronize(handle)
+    assert kept.tolist() == [size] * 100
+
+
+@check
+def results_have_memory_of_their_own(rank, size):
+    tensor = torch.ones(size, 2)
+    for function in (
+        hvd.allreduce,
+        hvd.allgather,
+        hvd.alltoall,
+        hvd.reducescatter,
+        lambda t: hvd.broadcast(t, 0),
+        lambda t: hvd.grouped_allreduce([t])[0],
+        lambda t: hvd.allreduce(t, compression=hvd.Compression.fp16),
+        lambda t: hvd.synchronize(hvd.allreduce_async(t)),
+        lambda t: hvd.synchronize(hvd.broadcast_async(t, 0)),
+    ):
+        result = function(tensor)
+        assert result.is_contiguous()
+        result.mul_(7)
+        assert tensor.tolist() == [[1, 1]] * size
 
 
 @check
@@ -607,6 +655,43 @@ def joins(rank, size):
             assert last != first
         assert hvd.allgather_object(last) == [last] * size
     assert hvd.allreduce(torch.tensor([1.0]), op=hvd.Sum).item() == size
+
+
+@check
+def timelines(rank, size):
+    with tempfile.TemporaryDirectory() as folder:
+        for mark in (False, True):
+            path = Path(folder) / f"{mark}.json"
+            hvd.start_timeline(path, mark_cycles=mark)
+            with pytest.raises(ValueError, match="timeline"):
+                hvd.start_timeline(path)
+            hvd.allreduce(torch.ones(3), name="recorded")
+            hvd.stop_timeline()
+            with pytest.raises(ValueError, match="timeline"):
+                hvd.stop_timeline()
+            hvd.barrier()
+            if rank == 0:
+                text = path.read_text()
+                assert json.loads(text)
+                for word in ("recorded", "NEGOTIATE_ALLREDUCE", "start_time_since_epoch_in_micros"):
+                    assert word in text, word
+                assert ("CYCLE_START" in text) == mark
+
+
+@check
+def inside_a_compiled_function(rank, size):
+    if size != 2:
+        # Importing the compiler takes seconds.
+        return
+
+    def step(x):
+        y = hvd.allreduce(x * 2, op=hvd.Sum, name="compiled") + 1
+        hvd.allreduce_(y, op=hvd.Max)
+        handle = hvd.broadcast_async(y, 0)
+        return hvd.synchronize(handle) + hvd.allgather(x[:1]).sum()
+
+    source = torch.full((3,), float(rank + 1), requires_grad=True)
+    same(torch.compile(step, backend="eager")(source).detach(), step(source).detach())
 
 
 @check

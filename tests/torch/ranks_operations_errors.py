@@ -167,6 +167,33 @@ def roots_that_are_no_ranks(rank, size):
 
 
 @check
+def arguments_that_contradict_or_are_none(rank, size):
+    here = torch.ones(size)
+    refused(
+        lambda me: hvd.allreduce(here, average=True if me else None, name="both", op=hvd.Sum),
+        rank,
+        size,
+        "both",
+    )
+    refused(
+        lambda me: hvd.allreduce(here, name="codec", compression="zip" if me else "none"),
+        rank,
+        size,
+        "zip",
+    )
+    refused(
+        lambda me: hvd.reducescatter_async(here, "factor", prescale_factor="x" if me else 1.0),
+        rank,
+        size,
+        "prescale_factor",
+    )
+    refused(
+        lambda me: hvd.broadcast_async(here, None if me else 0, "no root"), rank, size, "root_rank"
+    )
+    assert hvd.allreduce(here, name=3, op=hvd.Sum)[0] == size
+
+
+@check
 def splits_that_do_not_fit(rank, size):
     tensor = torch.ones(size, 2)
     for splits in (
