@@ -6,7 +6,7 @@
 
 The batch of all processes together stays the same whatever their number, and so does the
 learning rate: the loss curve is that of one process. To grow the batch with the number of
-processes instead, leave ``scale_lr`` at its default, which grows the learning rate with it.
+processes instead, pass ``scale_lr="linear"``, which grows the learning rate with it.
 """
 
 import argparse
