@@ -527,6 +527,14 @@ class Halving(hvd.Compressor):
         return (tensor * 2).to(ctx)
 
 
+class Finer(hvd.FP16Compressor):
+    """Derived from a class that the engine has a codec for, but does something else."""
+
+    @classmethod
+    def compress(cls, tensor):
+        return tensor.double(), tensor.dtype
+
+
 @check
 def compressions(rank, size):
     fine = 1 + 2**-14
@@ -539,6 +547,7 @@ def compressions(rank, size):
         (hvd.Compression.bf16, 1.0),
         (Halving, fine),
         (Halving(), fine),
+        (Finer, fine),
     ):
         for dtype in (torch.float32, torch.float64):
             for found in (
