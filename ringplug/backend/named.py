@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ringplug.backend.compression import Compressor, get_compressor
@@ -22,17 +22,16 @@ from ringplug.backend.config import Config
 from ringplug.backend.control import Control
 from ringplug.backend.coordinator import MOST_KNOWN, Answer, Coordinator, error_of, memorable
 from ringplug.backend.errors import (
-    NotInitializedError,
     PeerLostError,
     RingplugError,
     ShutDownError,
     StalledError,
-    UsageError,
 )
 from ringplug.backend.execution import Work, neutral
 from ringplug.backend.handle import Handle
 from ringplug.backend.lane import Lane
 from ringplug.backend.log import get_logger
+from ringplug.backend.pending import Item, PendingTable
 from ringplug.backend.request import Request, fusable
 from ringplug.backend.stall import name_ranks
 from ringplug.backend.trace.operations import Operations
@@ -47,17 +46,6 @@ _SETTLE = 0.5
 _LINGER = 200e-6
 _GRACE = 5.0
 """Seconds that a rank gives rank 0 to say who is late before it says so itself."""
-
-
-@dataclass(slots=True)
-class _Pending:
-    work: Work
-    handle: Handle
-    since: float
-
-    @property
-    def request(self) -> Request:
-        return self.work.request
 
 
 class NamedLane:
@@ -76,28 +64,23 @@ class NamedLane:
         self._config = config
         self._rank = control.world.rank
         self._size = control.world.size
-        self._lock = threading.Lock()
+        self._pending = PendingTable()
         self._turn = threading.Lock()
-        self._wakeup = threading.Condition(self._lock)
-        self._pending: dict[str, _Pending] = {}
-        self._fresh: list[Request] = []
         self._announced: dict[Request, int] = {}
-        self._unwatched = 0
         self._worker: threading.Thread | None = None
-        self._closed = False
+        self._starting = threading.Lock()
         self._next_check = 0.0
         self._left_at: dict[int, float] = {}
         self._withdrawn: set[str] = set()
         self._origin = control.world.origin
         self._shown = shown
         self._coordinator = Coordinator(self._origin, shown) if self._rank == 0 else None
-        self._unnamed = 0
+        # A busy look for messages only pays where every rank has a core to look from.
+        self._spins = _SPINS if control.world.local_size <= _cores() else 5
 
     def next_name(self) -> str:
         """A name for an operation without one: ranks count them."""
-        with self._lock:
-            self._unnamed += 1
-            return f"unnamed.{self._unnamed}"
+        return self._pending.next_name()
 
     def join(self) -> Handle:
         """Announce that this rank takes part in nothing more until all ranks have joined.
@@ -107,15 +90,12 @@ class NamedLane:
         Returns:
             A handle whose result is the rank that came last.
         """
-        with self._lock:
-            request = Request("join", "join", numbers=(self._unnamed,))
+        request = Request("join", "join", numbers=(self._pending.unnamed,))
         return self.submit(Work(request, []), background=True)
 
-    def touch(self, handle: Handle) -> None:
-        """Begin the deadline of an operation anew: the others are seen to be at work."""
-        with self._lock:
-            if handle.name in self._pending:
-                self._pending[handle.name].since = time.monotonic()
+    def touch(self) -> None:
+        """Begin the deadlines anew: the others are seen to be at work."""
+        self._pending.touch()
 
     def submit(self, work: Work, background: bool) -> Handle:
         """Announce one operation.
@@ -133,29 +113,16 @@ class NamedLane:
             UsageError: An operation of that name is still pending on this rank.
             NotInitializedError: ringplug was shut down.
         """
-        request = work.request
-        handle = Handle(request.name)
-        earlier = self._pending.get(request.name)
+        earlier = self._pending.get(work.request.name)
         if earlier is not None and earlier.request.refused:
             # Its caller has its error already; here it only waits for the others to hear of it.
             with contextlib.suppress(RingplugError):
                 self.wait(earlier.handle)
-        with self._lock:
-            if self._closed:
-                raise NotInitializedError(f"{request.name}: ringplug was shut down")
-            if request.name in self._pending:
-                raise UsageError(
-                    f"{request.name} is already pending on this rank: give each operation in "
-                    "flight a name of its own, or wait for the first"
-                )
-            self._pending[request.name] = _Pending(work, handle, time.monotonic())
-            self._shown.submitted(request.kind, handle)
-            self._fresh.append(request)
-            if background:
-                self._unwatched += 1
-                self._ensure_worker()
-                self._wakeup.notify()
-        return handle
+        item = self._pending.add(work, background)
+        self._shown.submitted(work.request.kind, item.handle)
+        if background and self._worker is None:
+            self._start_worker()
+        return item.handle
 
     def wait(self, handle: Handle) -> Any:
         """The handle's result; this thread communicates until it is there."""
@@ -169,19 +136,15 @@ class NamedLane:
                 pauses = 0 if moved else pauses + 1
             else:
                 pauses += 1
-            if pauses > _SPINS:
-                time.sleep(min(20e-6 * (1 + pauses - _SPINS), 1e-3))
+            if pauses > self._spins:
+                time.sleep(min(20e-6 * (1 + pauses - self._spins), 1e-3))
         return handle.wait()
 
     def close(self) -> None:
         """Fail what is pending, tell the others, wait for nobody."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            pending, self._pending = list(self._pending.values()), {}
-            self._wakeup.notify_all()
-        for item in pending:
+        if self._pending.closed:
+            return
+        for item in self._pending.close():
             item.handle.fail(ShutDownError(f"{item.request.name}: ringplug was shut down"))
         self._control.leave()
         self._lane.close()
@@ -194,24 +157,19 @@ class NamedLane:
 
     # -- progress; only the thread that holds _turn is here
 
-    def _ensure_worker(self) -> None:
-        if self._worker is None:
-            self._worker = threading.Thread(target=self._work, name="ringplug-named", daemon=True)
-            self._worker.start()
+    def _start_worker(self) -> None:
+        with self._starting:
+            if self._worker is None:
+                worker = threading.Thread(target=self._work, name="ringplug-named", daemon=True)
+                worker.start()
+                self._worker = worker
 
     def _work(self) -> None:
-        while True:
-            with self._lock:
-                while not (self._unwatched and self._pending) and not self._closed:
-                    self._unwatched = 0
-                    self._wakeup.wait()
-                if self._closed:
-                    return
-                handle = next(iter(self._pending.values())).handle
+        while (item := self._pending.sleep()) is not None:
             # Whoever submits one operation often submits more, which can travel together.
             time.sleep(_LINGER)
             try:
-                self.wait(handle)
+                self.wait(item.handle)
             except Exception:  # noqa: BLE001 - every handle has it, for its caller
                 continue
 
@@ -232,10 +190,9 @@ class NamedLane:
         return moved
 
     def _announce(self) -> bool:
-        if not self._fresh:
+        fresh = self._pending.take_fresh()
+        if not fresh:
             return False
-        with self._lock:
-            fresh, self._fresh = self._fresh, []
         if self._coordinator is not None:
             for request in fresh:
                 self._coordinator.enter(0, request)
@@ -280,7 +237,7 @@ class NamedLane:
         return bool(answers or addressed)
 
     def _carry_out(self, answers: Sequence[Answer]) -> None:
-        batch: list[_Pending] = []
+        batch: list[Item] = []
         nbytes = 0
         for name, kind, text, numbers, shown in answers:
             if name in self._withdrawn:
@@ -291,8 +248,7 @@ class NamedLane:
                     # The others are about to start what this rank has given up.
                     self._lane.abandon(f"{name}: this rank gave up waiting before all came")
                 continue
-            with self._lock:
-                item = self._pending.pop(name, None)
+            item = self._pending.take(name)
             if item is None:
                 if shown is None or kind:
                     continue
@@ -301,7 +257,7 @@ class NamedLane:
                 item.handle.fail(error_of(name, kind, text, numbers))
                 continue
             if item.request.kind == "join":
-                self._unnamed = max(self._unnamed, numbers[1])
+                self._pending.count_from(numbers[1])
                 item.handle.finish(numbers[0])
                 continue
             item.work.numbers = numbers
@@ -319,18 +275,16 @@ class NamedLane:
         grouped = len(one.shapes) > 1 or len(other.shapes) > 1
         return fusable(one, other) and (self._config.group_fusion or not grouped)
 
-    def _stand_in(self, request: Request) -> _Pending:
+    def _stand_in(self, request: Request) -> Item:
         """This rank has joined: what it contributes to an operation of the others."""
-        with self._lock:
-            for item in self._pending.values():
-                item.since = time.monotonic()
+        self._pending.touch()
         own = self._config.compression
         codec: str | Compressor = request.codec
         if not isinstance(own, str) and own.name == codec:
             codec = own
-        return _Pending(neutral(request, get_compressor(codec)), Handle(request.name), 0.0)
+        return Item(neutral(request, get_compressor(codec)), Handle(request.name), 0.0)
 
-    def _run(self, batch: Sequence[_Pending]) -> None:
+    def _run(self, batch: Sequence[Item]) -> None:
         works = [item.work for item in batch]
         try:
             results = self._lane.run(lambda t: enact(t, works, self._shown), works[0].request.name)
@@ -348,9 +302,7 @@ class NamedLane:
         self._next_check = now + 0.05
         departed = self._gone(now)
         if self._coordinator is not None:
-            with self._lock:
-                since = {name: item.since for name, item in self._pending.items()}
-            for name, started in since.items():
+            for name, started in self._pending.since().items():
                 absent = self._coordinator.absent(name)
                 called = self._called(absent)
                 lost = self._called(sorted(departed.intersection(absent)))
@@ -369,12 +321,7 @@ class NamedLane:
         first = self._origin[0]
         if 0 in departed:
             raise PeerLostError(f"rank {first}, which orders the operations, left", [first])
-        with self._lock:
-            limit = now - self._config.timeout - _GRACE
-            late = [item for item in self._pending.values() if item.since < limit]
-            for item in late:
-                del self._pending[item.request.name]
-        for item in late:
+        for item in self._pending.take_older(now - self._config.timeout - _GRACE):
             # Rank 0 says who is late as soon as it waits for the same; here, it does not.
             name = item.request.name
             self._withdrawn.add(name)
@@ -393,8 +340,9 @@ class NamedLane:
         return {rank for rank, since in self._left_at.items() if now - since > _SETTLE}
 
     def _fail_all(self, error: BaseException) -> None:
-        with self._lock:
-            pending, self._pending = list(self._pending.values()), {}
-            self._fresh = []
-        for item in pending:
+        for item in self._pending.take_all():
             item.handle.fail(error)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

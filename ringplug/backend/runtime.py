@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
 import multiprocessing
 import threading
 import time
@@ -26,9 +25,9 @@ from ringplug.backend.fusion import TensorSpec
 from ringplug.backend.groups import Groups, parse_world
 from ringplug.backend.lane import Lane
 from ringplug.backend.named import NamedLane
-from ringplug.backend.parsing import shown
 from ringplug.backend.plan import Plan
 from ringplug.backend.process_set import ProcessSet, global_process_set
+from ringplug.backend.same_settings import check_same_settings
 from ringplug.backend.stall import name_ranks
 from ringplug.backend.trace import Timeline
 from ringplug.backend.trace.operations import Operations
@@ -62,7 +61,7 @@ class Runtime:
         # some did not make all the steps.
         self.joins = 0
         self.timeline = Timeline(self.world.rank, self.world.size)
-        self._check_settings()
+        check_same_settings(config, self.exchange)
         # Made here, where all ranks are: a rank may later use it alone for a while.
         self.groups = Groups(
             self.world.rank,
@@ -225,27 +224,6 @@ class Runtime:
         """Ranks that have left the group, as far as heard."""
         return self._control.departed()
 
-    def _check_settings(self) -> None:
-        """Raise, on every rank, where settings differ that must not.
-
-        Raises:
-            MismatchError: Names each such setting with every rank's value.
-        """
-        mine = {
-            field.name: shown(getattr(self.config, field.name))
-            for field in dataclasses.fields(self.config)
-            if field.name not in _OWN_SETTINGS
-        }
-        others = [json.loads(part) for part in self.exchange(json.dumps(mine).encode())]
-        different = [
-            f"{name} is {', '.join(str(other[name]) for other in others)} on ranks "
-            f"0 to {len(others) - 1}"
-            for name in mine
-            if len({other[name] for other in others}) > 1
-        ]
-        if different:
-            raise MismatchError("all ranks need the same settings: " + "; ".join(different))
-
     def _named_lane(self, number: int, ranks: Sequence[int]) -> NamedLane:
         control = self._subset(ranks)
         lane = self.lane(f"named operations of process set {number}", ranks)
@@ -265,17 +243,6 @@ class Runtime:
 _log = log.get_logger(__name__)
 
 _LAST_JOIN = 3.0
-_OWN_SETTINGS = (
-    "log_level",
-    "host_id",
-    "expected_size",
-    "start_timeout",
-    "stall_warning",
-    "timeline",
-    "timeline_mark_cycles",
-)
-"""Settings in which ranks may differ."""
-
 _current: Runtime | None = None
 _last: Runtime | None = None
 
