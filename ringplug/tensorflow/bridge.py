@@ -29,9 +29,10 @@ from ringplug.backend.errors import (
 from ringplug.tensorflow import ffi
 from ringplug.tensorflow.failures import latched
 
-__all__ = ["Job", "Result", "name_in_graph", "run"]
+__all__ = ["Job", "Result", "name_in_graph", "ordered", "run"]
 
 Job: TypeAlias = Callable[[Sequence[Array]], Sequence[Array]]
+"""One that has a method ``into(sources, targets)`` writes to XLA's memory itself."""
 
 _failures: dict[int, RingplugError] = {}
 _numbers = itertools.count(1)
@@ -139,8 +140,13 @@ def _compiled(
             "call it outside of jit_compile=True"
         )
 
+    into = getattr(job, "into", None)
+
     def body(sources: Sequence[Array], targets: Sequence[Array]) -> None:
         try:
+            if into is not None:
+                into(sources, targets)
+                return
             for array, target in zip(job(sources), targets, strict=True):
                 if np.shape(array) != target.shape:
                     raise MismatchError(
@@ -156,6 +162,11 @@ def _compiled(
     return ffi.call(ffi.register(body), list(tensors), shapes, alias=False)
 
 
+def ordered() -> bool:
+    """Whether operations run in program order: not in a graph of ``tf.compat.v1``."""
+    return bool(tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function)
+
+
 def name_in_graph(kind: str, name: str | None, tensor: Any) -> str | None:
     """The name by which ranks match an operation.
 
@@ -169,11 +180,9 @@ def name_in_graph(kind: str, name: str | None, tensor: Any) -> str | None:
         name: What the user calls it.
         tensor: What it works on.
     """
-    if tf.executing_eagerly():
+    if ordered():
         return name
     graph = tf.compat.v1.get_default_graph()
-    if graph.building_function:
-        return name
     taken: dict[str, int] = getattr(graph, _NAMES, {})
     setattr(graph, _NAMES, taken)
     wanted = name or f"{kind}.{tensor.name if tensor is not None else ''}"

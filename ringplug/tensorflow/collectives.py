@@ -41,6 +41,7 @@ __all__ = [
     "allreduce",
     "alltoall",
     "broadcast",
+    "differentiable",
     "reducescatter",
     "set_size",
 ]
@@ -105,7 +106,7 @@ def allreduce(tensors: Sequence[Any], options: Options) -> list[Any]:
         return [ops.allreduce(arrays[0], **shared)]
 
     results = [Result(t.dtype, t.shape) for t in tensors]
-    return _differentiable(
+    return differentiable(
         tensors,
         lambda given: run(job, given, results, "allreduce"),
         lambda grads: allreduce(grads, options.back()),
@@ -142,7 +143,7 @@ def allgather(tensors: Sequence[Any], options: Options) -> list[Any]:
             for grad, start, tensor in zip(averaged, starts, tensors, strict=True)
         ]
 
-    return _differentiable(
+    return differentiable(
         tensors,
         lambda given: run(
             job, given, results, "allgather", "Give all ranks the same number of rows"
@@ -166,7 +167,7 @@ def broadcast(tensor: Any, root_rank: int, options: Options) -> Any:
         with tf.control_dependencies([averaged]):
             return [tf.zeros_like(grads[0])]
 
-    (result,) = _differentiable(
+    (result,) = differentiable(
         [tensor],
         lambda given: run(job, given, [Result(tensor.dtype, tensor.shape)], "broadcast"),
         backward,
@@ -220,7 +221,7 @@ def alltoall(tensor: Any, splits: Any, options: Options) -> tuple[Any, Any]:
             gradient = tf.pad(gradient, [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1))
         return [tf.ensure_shape(gradient, tensor.shape)]
 
-    (output,) = _differentiable([tensor], forward, backward)
+    (output,) = differentiable([tensor], forward, backward)
     return output, received[0]
 
 
@@ -260,16 +261,23 @@ def reducescatter(tensors: Sequence[Any], options: Options) -> list[Any]:
         ]
 
     results = [_with_rows(tensor, rows(tensor)) for tensor in tensors]
-    return _differentiable(
+    return differentiable(
         tensors, lambda given: run(job, given, results, "reducescatter"), backward
     )
 
 
-def _differentiable(
+def differentiable(
     tensors: Sequence[Any], forward: Callable[[list[Any]], list[Any]], backward: Backward
 ) -> list[Any]:
-    """`forward` of the tensors, with `backward` for its gradient."""
-    if not any(t.dtype.is_floating or t.dtype.is_complex for t in tensors):
+    """`forward` of the tensors, with `backward` for its gradient.
+
+    Args:
+        tensors: What gradients flow to.
+        forward: Results, one or more, of a list like `tensors`.
+        backward: Gradients of a list like `tensors`, of those of the results.
+    """
+    floating = any(t.dtype.is_floating or t.dtype.is_complex for t in tensors)
+    if not floating or (tf.executing_eagerly() and not _recording()):
         return forward(list(tensors))
 
     @tf.custom_gradient
@@ -287,6 +295,15 @@ def _differentiable(
         return outputs, gradient
 
     return list(operation(*tensors))
+
+
+def _recording() -> bool:
+    """Whether a tape may be interested; TensorFlow has no public way to ask."""
+    try:
+        from tensorflow.python.eager.record import could_possibly_record
+    except ImportError:
+        return True
+    return bool(could_possibly_record())
 
 
 def _compiled() -> bool:

@@ -11,7 +11,7 @@ from ringplug.backend import ops
 from ringplug.backend.buffers import Array
 from ringplug.backend.errors import UsageError
 from ringplug.backend.process_set import ProcessSet, global_process_set
-from ringplug.tensorflow.bridge import Result, name_in_graph, run
+from ringplug.tensorflow.bridge import Result, name_in_graph, ordered, run
 from ringplug.tensorflow.failures import entry
 
 __all__ = [
@@ -54,7 +54,7 @@ def broadcast_variables(
     """
     del inplace
     assigned = _assign(list(variables), root_rank, None, process_set)
-    if tf.executing_eagerly() or tf.compat.v1.get_default_graph().building_function:
+    if ordered():
         return None
     return tf.group(*assigned)
 

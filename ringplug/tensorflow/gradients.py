@@ -16,6 +16,7 @@ from ringplug.backend.process_set import ProcessSet
 from ringplug.tensorflow import collectives
 from ringplug.tensorflow.collectives import Options
 from ringplug.tensorflow.compression import CompressionChoice, split_compression
+from ringplug.tensorflow.exchange import exchange
 
 __all__ = ["GradientReducer", "identity_of"]
 
@@ -146,10 +147,10 @@ class GradientReducer:
         """
         options = Options(name, self.process_set, self.op, *self._scales, self._codec, grouped=True)
         if self._compressor is None:
-            reduced = collectives.allreduce([*gradients, *extra], options)
+            reduced = exchange([*gradients, *extra], options)
             return reduced[: len(gradients)], reduced[len(gradients) :]
         pairs = [self._compressor.compress(gradient) for gradient in gradients]
-        reduced = collectives.allreduce([*(payload for payload, _ in pairs), *extra], options)
+        reduced = exchange([*(payload for payload, _ in pairs), *extra], options)
         return [
             self._compressor.decompress(payload, ctx)
             for payload, (_, ctx) in zip(reduced, pairs, strict=False)

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import ringplug.tensorflow as ring
+from ringplug.backend import runtime
 from tests.checks import check
 from tests.tensorflow.ranks.modes import MODES, UNCOMPILED
 
@@ -30,6 +31,25 @@ def close(result, expected):
     if isinstance(result, tf.IndexedSlices):
         result = tf.convert_to_tensor(result)
     np.testing.assert_allclose(result.numpy(), np.broadcast_to(expected, result.shape), rtol=1e-3)
+
+
+@check
+def join_without_a_single_step(rank, size):
+    """Rank r has r steps: the first has joined before there was any plan."""
+    assert runtime.current().groups.everyone.plans is None
+    variable = tf.Variable([1.0, 2.0])
+    for mode in UNCOMPILED.values():
+
+        @mode
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * 2)
+            return ring.DistributedGradientTape(tape, op=ring.Sum).gradient(loss, variable)
+
+        for number in range(rank):
+            # Ranks up to `number` have joined.
+            close(step(), 2 * (size - 1 - number))
+        assert int(ring.join()) == size - 1
 
 
 @check
@@ -92,6 +112,24 @@ def it_is_the_same_kind_of_tape(rank, size):
         # Inside of the block too.
         result = ring.DistributedGradientTape(tape).gradient(y, x)
     close(result, mean(size))
+
+
+@check
+def join_after_some_steps(rank, size):
+    variable = tf.Variable([1.0, 2.0])
+    for mode in MODES.values():
+
+        @mode
+        def step():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(variable * 2)
+            return ring.DistributedGradientTape(tape).gradient(loss, variable)
+
+        for number in range(rank + 1):
+            close(step(), 2 * (size - number) / size)
+        assert int(ring.join()) == size - 1
+    if size > 1:
+        assert runtime.current().groups.everyone.plans is not None
 
 
 @check
