@@ -131,8 +131,9 @@ class GradientReducer:
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(self._end_of_backward)
         self._connect()
-        self._count(index)
+        # Also if the gradient is refused: averages are then made anew by step().
         self._reduced = False
+        self._count(index)
         if self._passed + 1 >= self.passes:
             if self._exchange.has(index):
                 # The same parameter again, in a backward pass inside another one.

@@ -63,7 +63,7 @@ class ReplicaCheck:
                 "ranks; call ringplug.torch.broadcast_parameters(model.state_dict(), root_rank=0) "
                 "before the first step",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
 
 
