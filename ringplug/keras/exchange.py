@@ -154,6 +154,8 @@ class DenseExchange:
 class SparseExchange:
     """Gathers one sparse gradient: rows and their indices, of every rank, in rank order.
 
+    One update has several of them, and at most one of these counts as the update.
+
     The sum over ranks of sparse gradients is exactly the sparse gradient with all their rows.
     """
 
@@ -165,8 +167,10 @@ class SparseExchange:
         name: str,
         op: ReduceOp,
         ranks: tuple[int, ...] | None = None,
+        counts: bool = False,
     ) -> None:
         self._ranks = ranks
+        self._counts = counts
         self.meter = meter
         self.row = row
         self._name = name
@@ -186,7 +190,7 @@ class SparseExchange:
             indices: ``[rows]``, the same integer type on all ranks.
         """
         gathered: list[Array] = []
-        self.meter.run(lambda: gathered.extend(self._gather(values, indices)[:2]), False)
+        self.meter.run(lambda: gathered.extend(self._gather(values, indices)[:2]), self._counts)
         return gathered[0], gathered[1]
 
     def into(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
@@ -210,7 +214,7 @@ class SparseExchange:
             targets[0][...] = all_values
             targets[1][...] = all_indices
 
-        self.meter.run(work, False)
+        self.meter.run(work, self._counts)
 
     def _gather(self, values: Array, indices: Array) -> tuple[Array, Array, list[int]]:
         factor = 1.0 / self.size if self._op == ReduceOp.AVERAGE else 1.0

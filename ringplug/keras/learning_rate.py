@@ -83,25 +83,25 @@ def scale(optimizer: Any, by: float, announce: bool = True) -> None:
             _print(f"{type(leaf).__name__}: learning rate function x {by:g}", announce)
 
 
-def scale_once(optimizer: Any, reduction: Any, scale_lr: str | None) -> bool:
+def scale_once(optimizer: Any, decision: Any, scale_lr: str | None) -> bool:
     """Multiply the learning rate because a callback says so, unless that was decided before.
 
     Args:
-        optimizer: Distributed.
-        reduction: Its reductions, which remember the decision.
+        optimizer: Any.
+        decision: What remembers: ``may_scale``, and by how much it was ``scaled``.
         scale_lr: ``"linear"``, ``"sqrt"``, or None: it stays as it is.
 
     Returns:
         Whether a step that was compiled before has the old learning rate in it.
     """
     by = factor(scale_lr, runtime.current().world.size)
-    if not reduction.may_scale:
+    if not decision.may_scale:
         return False
-    reduction.may_scale = False
+    decision.may_scale = False
     if by == 1.0:
         return False
     scale(optimizer, by)
-    reduction.scaled = by
+    decision.scaled = by
     return not all(isinstance(leaf._learning_rate, keras.Variable) for leaf in leaves(optimizer))
 
 

@@ -45,7 +45,8 @@ def check_reduced(optimizer: Any) -> None:
     updates, iterations = reduction.meter.updates, _iterations(optimizer)
     before = reduction.checked
     reduction.checked = (iterations, updates)
-    if before is not None and iterations > before[0] and updates == before[1]:
+    went_on = before is not None and iterations > before[0]
+    if before is not None and went_on and updates == before[1] and not reduction.idle:
         raise NotReducedError(
             f"{type(optimizer).__name__} made {iterations - before[0]} updates without combining "
             "gradients over the ranks: its training step was built before DistributedOptimizer. "

@@ -37,6 +37,8 @@ class Reduction:
         local: Whose gradients stay on this rank.
         checked: Optimizer iterations and completed reductions when they were last compared.
         target: The learning rates that an unfinished warm-up leads to.
+        idle: Whether there was nothing to combine when that was last looked at: every variable
+            is local.
         compared: Whether the ranks' weights were compared before the first update; eager only.
         pending: What the optimizer's variables are to be once it is built.
     """
@@ -49,6 +51,7 @@ class Reduction:
         self.local = LocalVariables()
         self.checked: tuple[int, int] | None = None
         self.target: list[float] | None = None
+        self.idle = False
         self.compared = False
         self.pending: Sequence[Array] = ()
         self._label = options.name or label
@@ -128,9 +131,11 @@ class Reduction:
             for index in sparse:
                 result[index] = step.densify(result[index])
             fill, sparse = sorted(fill + sparse), []
+        self.idle = not fill and not sparse
         self._dense(result, known, fill, variables is not None)
-        for index in sparse:
-            gathered = self._gather(index, result[index], known[index])
+        for position, index in enumerate(sparse):
+            counts = not fill and position == 0
+            gathered = self._gather(index, result[index], known[index], counts)
             factor = self.options.sum_factor
             result[index] = gathered if factor == 1.0 else step.times(gathered, factor)
         self._maxima(result, known, maxima)
@@ -263,14 +268,15 @@ class Reduction:
             self._exchanges[key] = found
         return found
 
-    def _gather(self, index: int, gradient: Any, variable: Any) -> Any:
+    def _gather(self, index: int, gradient: Any, variable: Any, counts: bool) -> Any:
         row = tuple(variable.shape[1:])
         dtype = numpy_dtype(gradient.dtype).name
-        key = (index, row, dtype)
+        key = (index, row, dtype, counts)
         if key not in self._exchanges:
             name = f"sparse gradient {index}:{_name(variable)} of {self._label}"
             op, ranks = self.options.op, self.options.ranks
-            self._exchanges[key] = SparseExchange(self.meter, row, dtype, name, op, ranks)
+            made = SparseExchange(self.meter, row, dtype, name, op, ranks, counts)
+            self._exchanges[key] = made
         return step.gather(self._exchanges[key], gradient)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import keras
@@ -104,13 +105,15 @@ class Watch:
         self._begun = False
         self._checked = -1
         self._ended = False
+        self._distributed = False
         self._earlier = 0
 
     def begin(self, model: Any, params: dict[str, Any]) -> None:
         """At train begin: the optimizer and the number of batches.
 
         Raises:
-            NotReducedError: The optimizer is not distributed.
+            NotReducedError: The optimizer is not distributed, though Keras' own training step
+                gives it gradients.
             MismatchError: The ranks have different numbers of batches in an epoch, and some
                 would wait for ever in the others' last ones.
         """
@@ -119,15 +122,30 @@ class Watch:
         self._begun = True
         step.refuse()
         optimizer = model.optimizer
+        self._distributed = isinstance(optimizer, Distributed)
         if not isinstance(optimizer, Distributed):
-            raise NotReducedError(
-                f"the model's optimizer, {type(optimizer).__name__}, does not combine gradients "
-                "over the ranks: compile the model with DistributedOptimizer(optimizer)"
-            )
+            self._allow_plain(model)
+            return
         self._compare_steps(optimizer.ringplug, params.get("steps"))
         self._earlier = optimizer.ringplug.meter.updates
         forget_progress(optimizer)
         step.translate_errors(model)
+
+    def _allow_plain(self, model: Any) -> None:
+        """Where an optimizer need not be distributed; raises anywhere else."""
+        name = type(model.optimizer).__name__
+        if not model.built or model.trainable_variables:
+            if type(model).train_step is keras.Model.train_step:
+                raise NotReducedError(
+                    f"the model's optimizer, {name}, does not combine gradients over the ranks: "
+                    "compile the model with DistributedOptimizer(optimizer)"
+                )
+            if runtime.current().world.rank == 0:
+                warnings.warn(
+                    f"the model's optimizer, {name}, does not combine gradients over the ranks: "
+                    "its train_step has to do that (DistributedGradientTape)",
+                    stacklevel=2,
+                )
 
     def _compare_steps(self, reduction: Any, mine: int | None) -> None:
         if not reduction.active:
@@ -155,6 +173,8 @@ class Watch:
         self._checked = epoch
         self.mark(model, f"end of epoch {epoch + 1}")
         optimizer = model.optimizer
+        if not self._distributed:
+            return
         if not isinstance(optimizer, Distributed):
             raise NotReducedError(
                 f"the model's optimizer was replaced by {type(optimizer).__name__}, which does "

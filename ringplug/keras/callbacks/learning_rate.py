@@ -164,10 +164,12 @@ class LearningRateWarmupCallback(RingCallback):
     def set_model(self, model: Any) -> None:
         super().set_model(model)
         reduction = reduction_of(model.optimizer)
-        if self.initial_lr is not None or reduction is None or not self.distributed:
+        if self.initial_lr is not None or not self.distributed:
             return
         scale_for_all(model, "linear")
-        if not _has_schedule(model.optimizer) and reduction.target is None:
+        if reduction is None or _has_schedule(model.optimizer):
+            return
+        if reduction.target is None:
             # Taken before a checkpoint is restored, which may be from amid a warm-up.
             reduction.target = learning_rate.current(model.optimizer)
 
@@ -188,8 +190,7 @@ class LearningRateWarmupCallback(RingCallback):
             undo_scaling(optimizer)
             self._targets = [self.initial_lr] * len(learning_rate.leaves(optimizer))
         else:
-            assert reduction is not None
-            self._targets = reduction.target
+            self._targets = reduction.target if reduction else learning_rate.current(optimizer)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         super().on_epoch_begin(epoch, logs)

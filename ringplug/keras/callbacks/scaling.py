@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 from ringplug.backend import runtime
@@ -10,6 +12,17 @@ from ringplug.keras.callbacks.base import RingCallback
 from ringplug.keras.optimizer import reduction_of
 
 __all__ = ["ScaleLearningRateCallback", "scale_for_all"]
+
+
+@dataclass
+class Decision:
+    """What was decided about an optimizer that is not distributed itself."""
+
+    may_scale: bool = True
+    scaled: float = 1.0
+
+
+_plain: weakref.WeakKeyDictionary[Any, Decision] = weakref.WeakKeyDictionary()
 
 
 class ScaleLearningRateCallback(RingCallback):
@@ -36,8 +49,9 @@ class ScaleLearningRateCallback(RingCallback):
 
 def scale_for_all(model: Any, scale_lr: str | None) -> None:
     """Multiply the learning rate of a model's optimizer; see `ScaleLearningRateCallback`."""
-    reduction = reduction_of(model.optimizer)
-    if reduction is None or runtime.current().world.size == 1:
+    optimizer = model.optimizer
+    if runtime.current().world.size == 1:
         return
-    if learning_rate.scale_once(model.optimizer, reduction, scale_lr):
+    decision = reduction_of(optimizer) or _plain.setdefault(optimizer, Decision())
+    if learning_rate.scale_once(optimizer, decision, scale_lr):
         model.train_function = None

@@ -307,6 +307,64 @@ def broadcast_but_for_local_variables():
     )
 
 
+def optimizers_with_nothing_to_combine():
+    x, y = task.data()
+    x, y = x[:16], y[:16]
+    rank, root = ring.rank(), ring.size() - 1
+    every = [
+        ring.callbacks.BroadcastGlobalVariablesCallback(root),
+        ring.callbacks.MetricAverageCallback(),
+        ring.callbacks.LearningRateWarmupCallback(0.1, 1),
+    ]
+    # Nothing is trained, so a plain optimizer will do.
+    model = two_layers(rank)
+    model.trainable = False
+    model.compile(loss="mse", metrics=["mae"])
+    model.fit(x, y, batch_size=8, verbose=0, callbacks=every)
+    np.testing.assert_allclose(model.get_weights()[0], 0.1 * (root + 1), rtol=1e-6)
+    # Every layer is local.
+    model = two_layers(rank)
+    optimizer = ring.PartialDistributedOptimizer("sgd", local_layers=model.layers)
+    task.fit(model, optimizer, x, y, 8, 1, every)
+    # Sparse gradients only, where there are any.
+    embedding = keras.Sequential([keras.layers.Embedding(5, 3), keras.layers.Flatten()])
+    optimizer = ring.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    task.fit(embedding, optimizer, np.arange(16)[:, None] % 5, y, 8, 1, every)
+    task.assert_ranks_equal(embedding.get_weights())
+    if ring.size() > 1:
+        assert optimizer.ringplug.meter.updates == 2
+
+
+def tapes_in_an_own_step():
+    if BACKEND != "tensorflow":
+        return
+    import tensorflow as tf
+
+    import ringplug.tensorflow as hvd
+
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean(keras.ops.square(self(x, training=True) - y))
+            tape = hvd.DistributedGradientTape(tape)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": loss}
+
+    x, y = task.data()
+    model = Own(task.make_model().layers)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        callbacks = [ring.callbacks.BroadcastGlobalVariablesCallback(0)]
+        weights = task.fit(
+            model, keras.optimizers.SGD(0.1), task.mine(x), task.mine(y), 8, 1, callbacks
+        )
+    told = any("its train_step has to do that" in str(one.message) for one in caught)
+    assert told == (ring.rank() == 0 and ring.size() > 1)
+    task.assert_ranks_equal(weights)
+
+
 class OneNumber(keras.layers.Layer):
     """Its output is a weight, so the gradient of the mean is 1."""
 
@@ -413,6 +471,8 @@ CHECKS = [
     arguments,
     values,
     broadcast_but_for_local_variables,
+    optimizers_with_nothing_to_combine,
+    tapes_in_an_own_step,
     momentum_correction,
     learning_rates,
     loading,
