@@ -621,6 +621,9 @@ def process_sets(rank, size):
     sparse = torch.eye(3).to_sparse() * (rank + 1)
     found = hvd.sparse_allreduce_async(sparse, "ps", hvd.Average, process_set=mine)()
     torch.testing.assert_close(found.to_dense(), torch.eye(3) * (total + count) / count)
+    # With one or two members each set works, where all three ranks together do not.
+    equal = torch.tensor([1.0, 2.0])
+    torch.testing.assert_close(hvd.allreduce(equal, op=hvd.Adasum, process_set=mine), equal)
     hvd.barrier(mine)
     # Gradients stay in the set.
     ranks_operations_grad.all_gradients(mine, members, at)
@@ -649,8 +652,9 @@ def joins(rank, size):
             found = [hvd.synchronize(handle) for handle in handles]
             torch.testing.assert_close(found[0], torch.full((5,), 6.0 * (size - 1) / size))
             same(found[1], torch.full((7,), 12 * (size - 1) // size))
-            least = hvd.allreduce(torch.tensor([2.0]), op=hvd.Min, name=f"{name}.min")
-            assert least.item() == 2.0
+            for op in (hvd.Min, hvd.Max, hvd.Product):
+                left = hvd.allreduce(torch.tensor([-2.0]), op=op, name=f"{name}.{op}")
+                assert left.item() == ((-2.0) ** (size - 1) if op == hvd.Product else -2.0)
             for operation in (
                 lambda n: hvd.allgather(torch.ones(2), name=n),
                 lambda n: hvd.broadcast(torch.ones(2), size - 1, name=n),
