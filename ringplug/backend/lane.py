@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ringplug.backend.errors import (
     MismatchError,
     NotInitializedError,
@@ -123,6 +125,16 @@ class Lane:
                 )
             part(transport)
             return True
+
+        return self.run(job, name)
+
+    def gather(self, number: int, name: str) -> list[int]:
+        """Every rank's number, in rank order."""
+
+        def job(transport: Transport) -> list[int]:
+            numbers = np.empty(transport.size, np.int64)
+            transport.allgather(np.array([number], np.int64), numbers, [1] * transport.size)
+            return [int(one) for one in numbers]
 
         return self.run(job, name)
 

@@ -159,10 +159,18 @@ class Runtime:
         """
         group = self.groups.everyone
         handle = group.named.join()
+        followed = None
         if group.plans is not None and self.world.size > 1:
+            followed = 0
             while group.plans.follow("join"):
                 group.named.touch()
+                followed += 1
         last: int = group.named.wait(handle)
+        if followed is not None and group.plans is not None:
+            # Announcements of ranks that follow plans may overtake each other.
+            counts = group.plans.gather(followed, "join")
+            latest = [rank for rank, count in enumerate(counts) if count == min(counts)]
+            last = last if last in latest else latest[-1]
         self.joins += 1
         return last
 

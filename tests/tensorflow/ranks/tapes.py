@@ -1,5 +1,7 @@
 """Gradient tapes whose gradients are reduced."""
 
+import threading
+import time
 import warnings
 
 import keras
@@ -130,6 +132,32 @@ def join_after_some_steps(rank, size):
         assert int(ring.join()) == size - 1
     if size > 1:
         assert runtime.current().groups.everyone.plans is not None
+
+
+@check
+def join_announced_late(rank, size):
+    """The last to join is the one that trained longest, whoever's announcement comes last."""
+    if size < 3:
+        return
+    named = runtime.current().groups.everyone.named
+    variable = tf.Variable(1.0)
+    for _ in range(rank + 1):
+        with tf.GradientTape() as tape:
+            loss = variable * 2
+        ring.DistributedGradientTape(tape).gradient(loss, variable)
+    if rank == size - 2:
+        join, wait, done = named.join, named.wait, []
+        thread = threading.Thread(target=lambda: (time.sleep(0.3), done.append(join())))
+        named.join = lambda: thread.start() or done
+
+        def waiting(handle):
+            thread.join()
+            return wait(done[0] if handle is done else handle)
+
+        named.wait = waiting
+    assert int(ring.join()) == size - 1
+    if rank == size - 2:
+        del named.join, named.wait
 
 
 @check
