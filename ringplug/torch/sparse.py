@@ -69,16 +69,16 @@ class SparseExchange:
     def _exchange(
         self, transport: Transport, wanted: Array, gradients: Mapping[int, Tensor], divisor: int
     ) -> dict[int, Tensor]:
-        indices = np.flatnonzero(wanted)
-        rows = np.zeros(indices.size, np.int64)
+        indices: list[int] = np.flatnonzero(wanted).tolist()
+        rows = np.zeros(len(indices), np.int64)
         for at, index in enumerate(indices):
-            if (gradient := gradients.get(int(index))) is not None:
+            if (gradient := gradients.get(index)) is not None:
                 rows[at] = gradient.indices().shape[1]
-        table = np.empty(indices.size * transport.size, np.int64)
-        transport.allgather(rows, table, [indices.size] * transport.size)
-        counts = table.reshape(transport.size, indices.size)
+        table = np.empty(len(indices) * transport.size, np.int64)
+        transport.allgather(rows, table, [len(indices)] * transport.size)
+        counts = table.reshape(transport.size, len(indices))
         sums = {}
-        for at, index in enumerate(int(each) for each in indices):
+        for at, index in enumerate(indices):
             sparse_dim = int(wanted[index])
             sums[index] = self._add(
                 transport, index, sparse_dim, gradients.get(index), counts[:, at].tolist(), divisor
