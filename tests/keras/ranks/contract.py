@@ -134,7 +134,9 @@ def two_layers(rank):
 def local_layers():
     x, y = (array[8 * ring.rank() : 8 * ring.rank() + 8] for array in task.data())
     size = ring.size()
-    for how in equivalence.MODES.values():
+    for mode, how in equivalence.MODES.items():
+        if (BACKEND, mode) == ("jax", "eager"):
+            continue  # the checks of local variables are eager
         alone, start = two_layers(ring.rank()), two_layers(ring.rank()).get_weights()
         alone.compile(keras.optimizers.SGD(1.0), "mse", **how)
         alone.train_on_batch(x, y)
