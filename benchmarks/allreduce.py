@@ -54,7 +54,7 @@ def main() -> int:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    from ringplug.backend.config import parse_bytes
+    from ringplug.backend.parsing import parse_bytes
 
     parser = argparse.ArgumentParser("benchmarks.allreduce", description=__doc__.split("\n")[0])
     parser.add_argument("-np", type=int, help="start this many ranks with ringrun")
