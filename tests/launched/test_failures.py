@@ -98,7 +98,7 @@ try:
     elif way == "named":
         ringplug.allreduce(np.ones(3), name="late")
     else:
-        ringplug.barrier("late")
+        ringplug.barrier(name="late")
 except ringplug.PeerLostError as error:
     assert 1 in error.ranks, error.ranks
     print("lost", error)
