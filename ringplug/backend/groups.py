@@ -263,7 +263,11 @@ class Groups:
             if not 0 <= rank < self._size
         }
         if unknown:
-            raise UsageError(f"{name_ranks(unknown)} of a process set: not in 0..{self._size - 1}")
+            alone = "; to start several processes: ringrun -np N python script.py"
+            raise UsageError(
+                f"{name_ranks(unknown)} of a process set: not in 0..{self._size - 1}"
+                f"{alone if self._size == 1 else ''}"
+            )
         return [list(dict.fromkeys(place)) for place in places]
 
 

@@ -2,19 +2,38 @@
 
 Lightning's own environment for MPI starts MPI in every process that has mpi4py, and derives
 sizes from ``devices=``. This one reads what the launcher left until the world exists, then the
-world.
+world, or the part of it that trains together.
 """
 
 from __future__ import annotations
 
+import functools
+
 from ringplug.backend import config, runtime
 from ringplug.backend.errors import UsageError
+from ringplug.backend.world import World
 
 __all__ = ["RingEnvironmentLogic"]
 
 
 class RingEnvironmentLogic:
-    """A ClusterEnvironment; holds no communicator, so it can be pickled."""
+    """A ClusterEnvironment; holds no communicator, so it can be pickled.
+
+    Args:
+        members: The ranks that train together, ascending, this process among them; all by
+            default. Every rank, size and host below then counts among them. The world exists
+            by then.
+    """
+
+    def __init__(self, members: tuple[int, ...] | None = None) -> None:
+        super().__init__()
+        self.members = members
+
+    def _world(self) -> World | None:
+        """The ranks that train together, numbered from 0; None before the world exists."""
+        if self.members is not None:
+            return _part(runtime.current().world, self.members)
+        return runtime.current().world if runtime.is_initialized() else None
 
     @staticmethod
     def detect() -> bool:
@@ -37,8 +56,9 @@ class RingEnvironmentLogic:
         return 0
 
     def world_size(self) -> int:
-        if runtime.is_initialized():
-            return runtime.current().world.size
+        world = self._world()
+        if world is not None:
+            return world.size
         start = config.launched()
         return 1 if start is None else start.size
 
@@ -46,8 +66,9 @@ class RingEnvironmentLogic:
         """Ignored: the communicator decides."""
 
     def global_rank(self) -> int:
-        if runtime.is_initialized():
-            return runtime.current().world.rank
+        world = self._world()
+        if world is not None:
+            return world.rank
         start = config.launched()
         return 0 if start is None else start.rank
 
@@ -55,30 +76,33 @@ class RingEnvironmentLogic:
         """Ignored: the communicator decides."""
 
     def local_rank(self) -> int:
-        if runtime.is_initialized():
-            return runtime.current().world.local_rank
+        world = self._world()
+        if world is not None:
+            return world.local_rank
         start = config.launched()
         return 0 if start is None else start.local_rank
 
     def local_size(self) -> int:
         """Ranks on this host."""
-        if runtime.is_initialized():
-            return runtime.current().world.local_size
+        world = self._world()
+        if world is not None:
+            return world.local_size
         start = config.launched()
         return 1 if start is None else start.local_size
 
     def node_rank(self) -> int:
         """This host; before the world exists, as if ranks filled one host after the other."""
-        if runtime.is_initialized():
-            world = runtime.current().world
+        world = self._world()
+        if world is not None:
             return world.hosts[world.rank]
         start = config.launched()
         return 0 if start is None else start.rank // max(start.local_size, 1)
 
     def num_nodes(self) -> int:
         """Number of hosts."""
-        if runtime.is_initialized():
-            return len(set(runtime.current().world.hosts))
+        world = self._world()
+        if world is not None:
+            return len(set(world.hosts))
         start = config.launched()
         return 1 if start is None else -(-start.size // max(start.local_size, 1))
 
@@ -96,9 +120,14 @@ class RingEnvironmentLogic:
         if not runtime.is_initialized() and (start is None or start.by != "mpi"):
             return
         if num_devices not in (1, self.local_size()):
+            if self.members is None:
+                found = f"{self.local_size()} processes were started on this host"
+                change = "start as many processes as it says"
+            else:
+                found = f"{self.local_size()} of the process set {list(self.members)} on this host"
+                change = "make the set of as many ranks as it says"
             raise UsageError(
-                f"Trainer(devices={num_devices}), but {self.local_size()} processes were started "
-                "on this host: leave devices out, or start as many processes as it says"
+                f"Trainer(devices={num_devices}), but {found}: leave devices out, or {change}"
             )
         if runtime.is_initialized() and num_nodes not in (1, self.num_nodes()):
             raise UsageError(
@@ -108,3 +137,11 @@ class RingEnvironmentLogic:
 
     def teardown(self) -> None:
         """Nothing to undo."""
+
+
+@functools.lru_cache(maxsize=4)
+def _part(world: World, members: tuple[int, ...]) -> World:
+    if world.rank not in members:
+        raise UsageError(f"rank {world.rank} does not train with ranks {list(members)}")
+    hosts = [str(world.hosts[rank]) for rank in members]
+    return World.from_hosts(members.index(world.rank), hosts, world.generation, members)

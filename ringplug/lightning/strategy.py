@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ringplug.backend import config, runtime
-from ringplug.backend.errors import MismatchError, UnavailableError, UsageError
+from ringplug.backend.errors import UnavailableError, UsageError
+from ringplug.backend.process_set import ProcessSet
 from ringplug.lightning.environment import RingEnvironmentLogic
 from ringplug.lightning.keywords import check_keywords
 from ringplug.lightning.learning_rates import scale_learning_rates
+from ringplug.lightning.members import members_of
+from ringplug.lightning.same_software import check_same_software
 from ringplug.lightning.termination import Termination
 from ringplug.lightning.trees import Tree
 from ringplug.torch import objects
@@ -54,13 +56,20 @@ class RingStrategyLogic:
         ddp_comm_state: State of `ddp_comm_hook`.
         ddp_comm_hook: A communication hook of DDP instead of `compression`.
         ddp_comm_wrapper: Wraps `ddp_comm_hook`.
+        process_set: Train over these ranks only: a `ringplug.ProcessSet` that was given to
+            ``ringplug.init(process_sets=[...])``, or the ranks of one. World size, ranks,
+            samplers, torch.distributed's world and what rank 0 alone does (checkpoints, logs)
+            then count within the set, so that disjoint sets train different models at the same
+            time; give each directories of its own.
         **kwargs: Further arguments of Lightning's DDPStrategy and of DistributedDataParallel,
             such as ``find_unused_parameters=True`` or ``static_graph=True``.
 
     Raises:
         ConfigError: No such compression.
+        NotInitializedError: The process set is not set up.
         TypeError: An argument that neither of them has.
-        UsageError: Arguments that exclude each other, or that ask for another backend.
+        UsageError: Arguments that exclude each other, or that ask for another backend; or this
+            rank is not in the process set.
     """
 
     _tree: Tree
@@ -80,7 +89,7 @@ class RingStrategyLogic:
     _layer_sync: Any
     _ddp_comm_hook: Any
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one per option
         self,
         compression: CompressionChoice = None,
         bucket_cap_mb: int | None = None,
@@ -90,6 +99,8 @@ class RingStrategyLogic:
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[..., Any] | None = None,
+        *,
+        process_set: ProcessSet | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> None:
         if compression is not None:
@@ -108,7 +119,12 @@ class RingStrategyLogic:
         if not isinstance(timeout, timedelta) and timeout is not None:
             timeout = timedelta(seconds=timeout)
         # Set here, so that Lightning does not look for one: its search starts MPI.
-        environment = kwargs.pop("cluster_environment", None) or self._environment_class()
+        environment = kwargs.pop("cluster_environment", None)
+        if environment is None or process_set is not None:
+            members = members_of(process_set)
+            if environment is not None:
+                raise UsageError("give either process_set or cluster_environment: both say ranks")
+            environment = self._environment_class(members)
         if not isinstance(environment, RingEnvironmentLogic):
             raise UsageError(
                 f"cluster_environment={type(environment).__name__}: RingStrategy takes ranks and "
@@ -219,6 +235,9 @@ class RingStrategyLogic:
                 "Trainer(accelerator='cpu')"
             )
         rt = runtime.init()
+        members = self.cluster_environment.members
+        # Anew: the set may be gone, or the runtime another one.
+        number = 0 if members is None else rt.groups.number_of(members)
         self.set_world_ranks()
         world = rt.world
         config.export_ranks(world.rank, world.size, world.local_rank, world.local_size)
@@ -228,6 +247,13 @@ class RingStrategyLogic:
                     f"torch.distributed runs on {dist.get_backend()} already; RingStrategy "
                     "would train with it. Destroy that group first, or initialise 'ring'"
                 )
+            trains = rt.groups.find(number).ranks
+            if self._group().members != trains:
+                raise UsageError(
+                    f"torch.distributed's world is ranks {list(self._group().members)}, while "
+                    f"RingStrategy is to train over ranks {list(trains)}: call torch.distributed."
+                    "destroy_process_group() before training with others"
+                )
             exists = self._group().timeout
             if self._ring_timeout is not None and self._ring_timeout.total_seconds() != exists:
                 raise UsageError(
@@ -235,23 +261,17 @@ class RingStrategyLogic:
                     "torch.distributed.destroy_process_group() before training with another one"
                 )
         else:
-            self._check_versions(rt)
+            check_same_software(self._tree.name, number)
             register()
             seconds = rt.config.timeout
             if self._ring_timeout is not None:
                 seconds = self._ring_timeout.total_seconds()
             dist.init_process_group(
-                "ring", init_method="ring://", timeout=timedelta(seconds=seconds)
+                "ring",
+                init_method=f"ring://?process_set={number}",
+                timeout=timedelta(seconds=seconds),
             )
         self._group().overlap = self._overlap
-
-    def _check_versions(self, rt: runtime.Runtime) -> None:
-        version = metadata.version(self._tree.name)
-        own = f"torch {torch.__version__}, {self._tree.name} {version}"
-        shown = [text.decode() for text in rt.exchange(own.encode())]
-        if len(set(shown)) > 1:
-            table = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(shown))
-            raise MismatchError(f"the ranks run different software: {table}")
 
     def setup(self, trainer: Any) -> None:
         if self._layer_sync is not None and self.root_device.type == "cpu":

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,19 +36,24 @@ class LaneGroup(dist.ProcessGroup):
         messages: Carries sends and receives; the group owns it.
         config: The deadline of messages.
         name: torch's name of the group.
+        members: For each rank of the group, its rank in ringplug's world.
 
     Attributes:
+        members: As given.
         overlap: False runs also asynchronous operations at once, on the calling thread, which
             is faster where the cores are all busy.
         timeout: Deadline of every operation, in seconds.
     """
 
-    def __init__(self, lane: Lane, messages: Lane, config: Config, name: str) -> None:
+    def __init__(
+        self, lane: Lane, messages: Lane, config: Config, name: str, members: Sequence[int]
+    ) -> None:
         super().__init__(lane.transport.rank, lane.transport.size)
         self._lane = lane
         self._messages = messages
         self._mailbox = Mailbox(messages, config)
         self._name = name
+        self.members = tuple(members)
         self._description = "undefined"
         self._sequence = 0
         self._closed = False

@@ -3,6 +3,14 @@
 torch's ``env://`` needs MASTER_ADDR and MASTER_PORT. Under an MPI launcher nobody sets them,
 and nobody needs to: the ranks can already talk, so rank 0 opens a store on a free port and
 tells the others.
+
+torch's world can also be a process set, whose number is in the URL::
+
+    ringplug.init(process_sets=[evens, odds])
+    mine = evens if evens.included() else odds
+    dist.init_process_group("ring", init_method=f"ring://?process_set={mine.process_set_id}")
+
+Ranks of torch then count within the set, and both sets have a world of their own at the same time.
 """
 
 from __future__ import annotations
@@ -12,10 +20,11 @@ import importlib
 import inspect
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 import torch.distributed
@@ -31,6 +40,8 @@ __all__ = ["create_group", "make_store", "register"]
 dist: Any = torch.distributed
 _log = log.get_logger(__name__)
 _DEFAULT_TIMEOUT = timedelta(minutes=30)
+# In the store, whose ranks are torch's world; groups are made of ranks in that.
+_MEMBERS = "ringplug/members"
 
 
 def register() -> None:
@@ -92,18 +103,56 @@ def _rendezvous(
 ) -> Iterator[tuple[Any, int, int]]:
     """What torch calls: yields store, rank and size once."""
     rt = runtime.init()
-    yield make_store(rt, timeout), rt.world.rank, rt.world.size
+    query = parse_qs(urlsplit(url).query, keep_blank_values=True)
+    number = _process_set(url, query.pop("process_set", ["0"]), set(query))
+    members = rt.groups.find(number).ranks
+    own = {"rank": members.index(rt.world.rank), "world_size": len(members)}
+    # torch adds what init_process_group was told, and takes what is yielded.
+    wrong = [f"{name}={query[name][0]}" for name in query if query[name] != [str(own[name])]]
+    if wrong:
+        raise UsageError(
+            f"init_process_group({', '.join(wrong)}), but this is rank {own['rank']} of "
+            f"{own['world_size']} among ranks {list(members)}: pass neither rank nor world_size"
+        )
+    yield make_store(rt, timeout, number), own["rank"], own["world_size"]
     raise RuntimeError("a ring rendezvous cannot be repeated; destroy the group and begin anew")
 
 
-def make_store(rt: Runtime, timeout: timedelta) -> Any:
-    """A key-value store that all ranks share, served by rank 0 on a free port. Collective."""
+def _process_set(url: str, given: Sequence[str], others: set[str]) -> int:
+    """The number of the process set that a URL names; 0, all ranks, where it names none.
+
+    Args:
+        url: The URL.
+        given: The values of its argument `process_set`.
+        others: The names of its other arguments.
+    """
+    if others - {"rank", "world_size"} or len(given) > 1 or not given[0].isdecimal():
+        raise UsageError(
+            f"init_method={url!r}: the backend ring knows ring:// and ring://?process_set=NUMBER, "
+            "with the process_set_id of a set that was given to ringplug.init(process_sets=[...])"
+        )
+    return int(given[0])
+
+
+def make_store(rt: Runtime, timeout: timedelta, process_set: int = 0) -> Any:
+    """A key-value store that ranks share, served by the first on a free port.
+
+    Args:
+        rt: The runtime.
+        timeout: How long reading waits for a key.
+        process_set: The number of the set whose ranks share it. Collective over them.
+    """
+    members = rt.groups.find(process_set).ranks
     address = ""
     store: Any = None
-    if rt.world.rank == 0:
-        address = "127.0.0.1" if len(set(rt.world.hosts)) == 1 else _own_address()
+    if rt.world.rank == members[0]:
+        alone = len({rt.world.hosts[rank] for rank in members}) == 1
+        address = "127.0.0.1" if alone else _own_address()
         store = dist.TCPStore(address, 0, None, True, timeout, wait_for_workers=False)
-    host, port = ops.broadcast_object((address, store.port if store else 0), root_rank=0)
+        store.set(_MEMBERS, ",".join(map(str, members)))
+    host, port = ops.broadcast_object(
+        (address, store.port if store else 0), root_rank=members[0], process_set=process_set
+    )
     if store is None:
         store = dist.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     return store
@@ -124,8 +173,8 @@ def create_group(options: Any, backend_options: Any = None) -> RingProcessGroup:
     """Called by torch for each group with the backend ``ring``; collective over its ranks.
 
     Args:
-        options: torch's: rank, size and name of the group, its global ranks (none: all),
-            store and timeout.
+        options: torch's: rank, size and name of the group, its ranks in torch's world (none:
+            all), store and timeout.
         backend_options: ``pg_options`` of the user; there are none for this backend.
 
     Raises:
@@ -134,14 +183,15 @@ def create_group(options: Any, backend_options: Any = None) -> RingProcessGroup:
     if backend_options is not None:
         raise UsageError("the backend ring has no pg_options")
     rt = runtime.init()
-    members = list(options.global_ranks_in_group) or list(range(rt.world.size))
+    members = _members(rt, options)
     if options.group_size != len(members) or (
         rt.world.rank not in members or members.index(rt.world.rank) != options.group_rank
     ):
         raise UsageError(
             f"torch.distributed was told rank {options.group_rank} of {options.group_size}, but "
             f"this is rank {rt.world.rank} of {rt.world.size} by ringplug; start the processes "
-            "with ringrun, mpirun or srun and pass neither rank nor world_size"
+            "with ringrun, mpirun or srun and pass neither rank nor world_size (for some of them: "
+            "init_method='ring://?process_set=NUMBER')"
         )
     name = str(options.group_id)
     timeout = options.timeout.total_seconds()
@@ -153,6 +203,19 @@ def create_group(options: Any, backend_options: Any = None) -> RingProcessGroup:
         rt.lane(f"messages of process group {name}", members, timeout=settings.timeout),
         settings,
         name,
+        members,
     )
     check_once(group)
     return group
+
+
+def _members(rt: Runtime, options: Any) -> Sequence[int]:
+    """The ranks of a group in ringplug's world; none where torch's world has more ranks."""
+    store = getattr(options.store, "_underlying_non_prefix_store", options.store)
+    world = list(range(rt.world.size))
+    if isinstance(store, dist.TCPStore) and store.check([_MEMBERS]):
+        world = [int(rank) for rank in store.get(_MEMBERS).decode().split(",")]
+    ranks = list(options.global_ranks_in_group)
+    if any(rank >= len(world) for rank in ranks):
+        return []
+    return [world[rank] for rank in ranks] or world

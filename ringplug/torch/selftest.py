@@ -12,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ringplug.backend.errors import RingplugError, UnavailableError
+from ringplug.torch.objects import count_votes
 
 __all__ = ["check_once"]
 
@@ -25,7 +26,8 @@ def check_once(group: Any) -> None:
         UnavailableError: The results are wrong, or PyTorch refused; says what happened.
     """
     global _checked  # noqa: PLW0603 - the answer holds for the process
-    if _checked:
+    # A rank may have been in an earlier group of which others were not.
+    if not count_votes(group, not _checked, "self-test", "of a new process group"):
         return
     try:
         wrong = _check(group)

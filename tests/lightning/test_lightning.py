@@ -25,6 +25,7 @@ REPOSITORY = HERE.parent.parent
         ("ranks_training.py", "pytorch_lightning", 4),
         ("ranks_features.py", "lightning", 3),
         ("ranks_features.py", "pytorch_lightning", 2),
+        ("ranks_process_sets.py", "lightning", 4),
     ],
 )
 def test_script(script, tree, ranks):

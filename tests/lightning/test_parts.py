@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from ringplug.backend.errors import UsageError
+import ringplug
+from ringplug.backend import runtime
+from ringplug.backend.errors import NotInitializedError, UsageError
+from ringplug.backend.world import World
 from ringplug.lightning import launcher, strategy_class
 from ringplug.lightning.learning_rates import scale_learning_rates
 
@@ -98,6 +102,40 @@ def test_unknown_arguments_are_refused_at_once(tree):
     with pytest.raises(TypeError, match="device_ids"):
         strategy(device_ids=[0])
     strategy(gradient_as_bucket_view=True, checkpoint_io=None, model_averaging_period=2)
+
+
+def test_process_sets_need_a_launcher(environ):
+    strategy = strategy_class("lightning")
+    with pytest.raises(
+        NotInitializedError, match=r"\[0, 2\].*devices=N starts none.*ringrun -np N"
+    ):
+        strategy(process_set=[0, 2])
+    # What a script does before it gets there.
+    with pytest.raises(UsageError, match=r"not in 0\.\.0; .*ringrun -np N"):
+        ringplug.init(process_sets=[ringplug.ProcessSet([0, 2])])
+    environ(OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=4)
+    with pytest.raises(NotInitializedError, match=r"process_set=\[0, 2\]\): call ringplug.init"):
+        strategy(process_set=[0, 2])
+
+
+def test_a_part_of_the_world_counts_its_own_ranks_and_hosts(monkeypatch):
+    # Ranks 0 and 1 on the first host, 2 to 4 on the second.
+    for rank, expected in ((1, (0, 4, 0, 1, 0)), (2, (1, 4, 0, 3, 1)), (4, (3, 4, 2, 3, 1))):
+        whole = World.from_hosts(rank, ["a", "a", "b", "b", "b"])
+        monkeypatch.setattr(runtime, "current", lambda w=whole: SimpleNamespace(world=w))
+        found = strategy_class("lightning")._environment_class((1, 2, 3, 4))
+        assert expected == (
+            found.global_rank(),
+            found.world_size(),
+            found.local_rank(),
+            found.local_size(),
+            found.node_rank(),
+        )
+        assert found.num_nodes() == 2
+        assert pickle.loads(pickle.dumps(found)).global_rank() == found.global_rank()
+    found = strategy_class("lightning")._environment_class((0, 1))
+    with pytest.raises(UsageError, match=r"rank 4 does not train with ranks \[0, 1\]"):
+        found.global_rank()
 
 
 @pytest.mark.parametrize(
