@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -146,7 +147,8 @@ def two_models_at_the_same_time(rank, size):
 @check
 def what_rank_zero_does_is_done_once_per_set(rank, size):
     fold, place = rank % 2, rank // 2
-    root = Path(ringplug.broadcast_object(tempfile.mkdtemp(prefix="ringplug-sets-")))
+    made = tempfile.mkdtemp(prefix="ringplug-sets-") if rank == 0 else None
+    root = Path(ringplug.broadcast_object(made))
     directory = root / f"fold {fold}"
 
     class Logs(Module):
@@ -190,6 +192,9 @@ def what_rank_zero_does_is_done_once_per_set(rank, size):
     assert [value.tolist() for value in saved.values()] == weights(module)
     assert (directory / "lightning_logs" / "version_0" / "metrics.csv").exists()
     assert {child.name for child in root.iterdir()} <= {"fold 0", "fold 1"}
+    ringplug.barrier()
+    if rank == 0:
+        shutil.rmtree(root)
 
 
 @check
