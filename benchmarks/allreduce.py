@@ -24,7 +24,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.launching import launch
 
 DEFAULT_SIZES = ["4", "256", "4KiB", "64KiB", "1MiB", "4MiB", "16MiB", "64MiB", "256MiB"]
 METHODS = ["direct", "staged", "named", "mpi", "gloo", "memcpy"]
@@ -44,7 +45,7 @@ Method = tuple[np.ndarray, Callable[[], Any]]
 def main() -> int:
     arguments = parse(sys.argv[1:])
     if arguments.np is not None:
-        return launch(arguments.np, sys.argv[1:])
+        return launch("benchmarks.allreduce", arguments.np, sys.argv[1:])
     results = measure(arguments.sizes, arguments.seconds, arguments.rounds)
     if results is not None:
         print(table(results))
@@ -65,17 +66,6 @@ def parse(words: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     arguments.sizes = [max(4, parse_bytes(size) // 4 * 4) for size in arguments.sizes]
     return arguments
-
-
-def launch(ranks: int, words: list[str]) -> int:
-    """Start the ranks, each of which runs this file with the same arguments but ``-np``."""
-    at = words.index("-np")
-    rest = words[:at] + words[at + 2 :]
-    launcher = [sys.executable, "-m", "ringplug.launch", "-np", str(ranks)]
-    if os.geteuid() == 0:
-        launcher.append("--allow-run-as-root")
-    command = [*launcher, sys.executable, "-m", "benchmarks.allreduce", *rest]
-    return subprocess.run(command, check=False).returncode
 
 
 class Contestants:

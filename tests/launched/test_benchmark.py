@@ -1,4 +1,4 @@
-"""The benchmark runs, checks its sums, and reports every method."""
+"""The benchmarks run, check their sums, and report every method."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_smoke(tmp_path):
-    out = tmp_path / "results.json"
-    words = ["-np", "2", "--sizes", "4", "64KiB", "32MiB", "--seconds", "0.1", "--json", str(out)]
+def run(module, *words):
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.allreduce", *words],
+        [sys.executable, "-m", module, *words],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -22,6 +20,13 @@ def test_smoke(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_allreduce(tmp_path):
+    out = tmp_path / "results.json"
+    words = ["-np", "2", "--sizes", "4", "64KiB", "32MiB", "--seconds", "0.1", "--json", str(out)]
+    printed = run("benchmarks.allreduce", *words)
     results = json.loads(out.read_text())
     assert (results["ranks"], results["transport"]) == (2, "shared_memory")
     assert [row["bytes"] for row in results["rows"]] == [4, 65536, 2**25]
@@ -31,4 +36,16 @@ def test_smoke(tmp_path):
         for name in row.keys() - {"bytes"}:
             assert 0 < row[name]["minimum"] <= row[name]["median"]
     for word in ("64 KiB", "32 MiB", "direct", "memcpy", "1.00x"):
-        assert word in done.stdout
+        assert word in printed
+
+
+def test_many_names(tmp_path):
+    out = tmp_path / "results.json"
+    words = ["-np", "3", "--count", "50", "--rounds", "2", "--json", str(out)]
+    printed = run("benchmarks.many_names", *words)
+    results = json.loads(out.read_text())
+    assert (results["ranks"], results["operations"]) == (3, 50)
+    for name in ("one by one", "in flight"):
+        assert len(results[name]["all"]) == 2
+        assert results[name]["median"] > 0
+        assert name in printed
